@@ -30,7 +30,7 @@ from peerd.training.modes import (
 from peerd.training.modes.own_mode import adopted
 from peerd.training.plain_numbers import number, whole
 from peerd.transport.admission import GUESTS_MAX
-from peerd.transport.errors import UserError, WrongSetting
+from peerd.transport.errors import UserError, WrongSetting, wrong
 from peerd.transport.ids import Address
 from peerd.transport.messages import NAME, VISIBLE_MAX
 from peerd.transport.sending.budget import Budget, parse_rate
@@ -84,34 +84,28 @@ class Settings(ModeSettings):
     def __post_init__(self) -> None:
         """Check what a type cannot say. Raises UserError."""
         if not self.name:
-            raise WrongSetting("name: it is empty; leave --name and PEERD_NAME out for the host's name", "name")
+            raise wrong("name", "it is empty; leave --name and PEERD_NAME out for the host's name")
         if not NAME.fullmatch(self.name) or len(self.name) > 64:
-            raise WrongSetting(
-                f"name: {self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'", "name"
+            raise wrong(
+                "name", f"{self.name!r} must be 1 to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
             )
         for key, text in (("swarm", self.swarm), ("run", self.run)):
             if text and (not NAME.fullmatch(text) or len(text) > 64):
                 rule = "up to 64 letters, digits, '_', '.' or '-', the first no '.' or '-'"
-                raise WrongSetting(f"{key}: {text[:80]!r} must be {rule}", key)
+                raise wrong(key, f"{text[:80]!r} must be {rule}")
         parse_address(self.bind, "bind")
         if (where := self.advertised(DEFAULT_PORT)) is not None and where[1] == 0:
-            raise WrongSetting(
-                f"advertise: {self.advertise!r}: port 0 is nobody's; give the one that others reach", "advertise"
-            )
+            raise wrong("advertise", f"{self.advertise!r}: port 0 is nobody's; give the one that others reach")
         for seed in self.join:
             parse_address(seed, "join")
         if self.relays:
             for key, other in (("advertise", self.advertise), ("relay_ports", self.relay_ports)):
                 if other:
-                    raise WrongSetting(
-                        f"{key}: without effect with relay, at whose address others reach this node", key
-                    )
+                    raise wrong(key, "without effect with relay, at whose address others reach this node")
         if self.bind_address[1] in self.lent_ports:
-            raise WrongSetting(
-                f"relay_ports: {self.relay_ports} has the port of bind, {self.bind_address[1]}", "relay_ports"
-            )
+            raise wrong("relay_ports", f"{self.relay_ports} has the port of bind, {self.bind_address[1]}")
         if self.invitation is not None and self.insecure_plaintext:
-            raise WrongSetting("token: with insecure_plaintext nobody asks for one; leave out one of the two", "token")
+            raise wrong("token", "with insecure_plaintext nobody asks for one; leave out one of the two")
         ModeSettings.__post_init__(self)
         check_choice("mode", self.mode.partition(":")[0], list(MODES))
         check_options(self.mode, self)
@@ -121,16 +115,16 @@ class Settings(ModeSettings):
             try:
                 ipaddress.ip_network(subnet)
             except ValueError as error:
-                raise WrongSetting(f"rdma_subnets: {error}; an example is 10.1.0.0/16", "rdma_subnets") from None
+                raise wrong("rdma_subnets", f"{error}; an example is 10.1.0.0/16") from None
         if self.budget:
             try:
                 parse_rate(self.budget)
             except ValueError as error:
-                raise WrongSetting(f"budget: {error}", "budget") from None
+                raise wrong("budget", str(error)) from None
         check_choice("log", self.log, ["auto", "human", "json"])
         check_count("wait_for", self.wait_for, MEMBERS_MAX)
         if not self.checkpoint_every_s > 0:
-            raise WrongSetting(f"checkpoint_every_s: {self.checkpoint_every_s} must be above 0", "checkpoint_every_s")
+            raise wrong("checkpoint_every_s", f"{self.checkpoint_every_s} must be above 0")
 
     @property
     def state_path(self) -> Path:
@@ -184,7 +178,7 @@ class Settings(ModeSettings):
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
         if self.relay_ports and not (0 < first <= last <= PORT_MAX and last - first < GUESTS_MAX):
             rule = f"FIRST-LAST, at most {GUESTS_MAX} ports up to {PORT_MAX}, as 7950-7957"
-            raise WrongSetting(f"relay_ports: {self.relay_ports[:80]!r} must be {rule}", "relay_ports")
+            raise wrong("relay_ports", f"{self.relay_ports[:80]!r} must be {rule}")
         return range(first, last + 1) if self.relay_ports else range(0)
 
     @property
@@ -222,9 +216,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
 
 def _checked(values: dict[str, Any]) -> Settings:
     if values.get("token") == "":  # without one the node would be the first of another swarm
-        raise WrongSetting(
-            "token: empty; it should be the line that peerd token printed on a member, or left out", "token"
-        )
+        raise wrong("token", "empty; it should be the line that peerd token printed on a member, or left out")
     if str(values.get("token", "")).startswith("@"):
         values["token"] = _read_token(Path(str(values["token"])[1:]))
     if "mode" in values:
@@ -232,9 +224,7 @@ def _checked(values: dict[str, Any]) -> Settings:
     loaded = replace(Settings(), **values)
     check_given(loaded.mode, values, loaded.exchange)
     if len(alike := alike_at_start(loaded.mode, loaded.mode_settings)) > VISIBLE_MAX:
-        raise WrongSetting(
-            f"mode: more than {VISIBLE_MAX} characters that all nodes must have alike: {alike[:60]!r}...", "mode"
-        )
+        raise wrong("mode", f"more than {VISIBLE_MAX} characters that all nodes must have alike: {alike[:60]!r}...")
     if loaded.transport == "tcp" and (idle := [key for key in values if key in OF_RDMA]):
         raise WrongSetting(
             f"{', '.join(idle)}: without effect with transport tcp; leave it out, or take rdma or auto", idle[0]
@@ -283,13 +273,13 @@ def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address
     bare, _, after = text.rpartition(":")
     if _is_ipv6(text):
         if after.isdecimal() and _is_ipv6(bare):
-            raise WrongSetting(f"{where}: {text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}", where)
+            raise wrong(where, f"{text!r} needs brackets: [{bare}]:{after}, or [{text}]:{DEFAULT_PORT}")
         return text, default
     match = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<host>[^-:\[\]][^:\[\]]*))(?::(?P<port>[0-9]{1,9}))?", text)
     if match is None:
-        raise WrongSetting(f"{where}: {text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})", where)
+        raise wrong(where, f"{text!r} is not HOST:PORT (for example 10.0.0.5:{DEFAULT_PORT})")
     if int(match["port"] or default) > PORT_MAX:
-        raise WrongSetting(f"{where}: {text!r} has a port above {PORT_MAX}, the largest there is", where)
+        raise wrong(where, f"{text!r} has a port above {PORT_MAX}, the largest there is")
     return match["v6"] or match["host"], int(match["port"] or default)
 
 
@@ -304,18 +294,14 @@ def _state_home() -> Path:
 
 def _read_token(file: Path) -> str:
     if file == Path():
-        raise WrongSetting("token: '@' and no file; @FILE reads it from there", "token")
+        raise wrong("token", "'@' and no file; @FILE reads it from there")
     try:
         with file.open() as lines:
             text = lines.read(TEXT_MAX + 1).strip()
     except (OSError, ValueError) as error:
-        raise WrongSetting(
-            f"token: {file}: {(isinstance(error, OSError) and error.strerror) or error}", "token"
-        ) from None
+        raise wrong("token", f"{file}: {(isinstance(error, OSError) and error.strerror) or error}") from None
     if not text:
-        raise WrongSetting(
-            f"token: {file} is empty; it should hold the line that peerd token printed on a member", "token"
-        )
+        raise wrong("token", f"{file} is empty; it should hold the line that peerd token printed on a member")
     return text
 
 
@@ -328,7 +314,7 @@ def where_to_listen(bind: str, host: str, outer_host: str) -> str:
         return host
     if bind != DEFAULT_BIND:
         cure = "leave --bind out, or give 0.0.0.0"
-        raise WrongSetting(f"bind: nothing goes from {host} to other machines, nor comes from there; {cure}", "bind")
+        raise wrong("bind", f"nothing goes from {host} to other machines, nor comes from there; {cure}")
     return "::" if ":" in outer_host else "0.0.0.0"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from peerd.training.codecs import CODECS
 from peerd.training.plain_numbers import number
 from peerd.training.trigger import TRIGGERS
-from peerd.transport.errors import WrongSetting
+from peerd.transport.errors import wrong
 
 AUTO = "auto"
 """Left to the mode."""
@@ -88,10 +88,10 @@ def outer_step(told: ModeSettings, lr: float, momentum: float) -> tuple[float, f
     """Learning rate and momentum of an outer step; `auto` stands for these. Raises UserError."""
     lr = _number("outer_lr", told.outer_lr, lr)
     if not 0 < lr <= OUTER_LR_MAX:
-        raise WrongSetting(f"outer_lr: {lr:g} must be above 0 and at most {OUTER_LR_MAX:g}", "outer_lr")
+        raise wrong("outer_lr", f"{lr:g} must be above 0 and at most {OUTER_LR_MAX:g}")
     momentum = _number("outer_momentum", told.outer_momentum, momentum)
     if not 0 <= momentum < 1:
-        raise WrongSetting(f"outer_momentum: {momentum:g} must be from 0 to below 1", "outer_momentum")
+        raise wrong("outer_momentum", f"{momentum:g} must be from 0 to below 1")
     return lr, momentum
 
 
@@ -105,7 +105,7 @@ def _number(name: str, text: str, auto: float) -> float:
     try:
         return auto if text == AUTO else number(text)
     except ValueError:
-        raise WrongSetting(f"{name}: {text[:40]!r} is neither a number nor {AUTO}", name) from None
+        raise wrong(name, f"{text[:40]!r} is neither a number nor {AUTO}") from None
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -113,15 +113,15 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(value, choices, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise WrongSetting(f"{name}: {value[:40]!r} is not one of {', '.join(choices)}{hint}", name)
+        raise wrong(name, f"{value[:40]!r} is not one of {', '.join(choices)}{hint}")
 
 
 def check_count(name: str, value: int, most: int, least: int = 1) -> None:
     """Raises UserError for one below `least`, or above `most`."""
     if value < least:
-        raise WrongSetting(f"{name}: {value} must be at least {least}", name)
+        raise wrong(name, f"{value} must be at least {least}")
     if value > most:
-        raise WrongSetting(f"{name}: {value} must be at most {most}", name)
+        raise wrong(name, f"{value} must be at most {most}")
 
 
 OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(ModeSettings)}

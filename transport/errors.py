@@ -30,3 +30,8 @@ class WrongSetting(UserError):
     def __init__(self, text: str, key: str) -> None:
         super().__init__(text)
         self.key = key
+
+
+def wrong(key: str, text: str) -> WrongSetting:
+    """The line that this text makes of a setting."""
+    return WrongSetting(f"{key}: {text}", key)

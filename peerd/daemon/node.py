@@ -42,7 +42,7 @@ from peerd.security.shared_secrets import SharedSecrets
 from peerd.settings import Settings, is_loopback, where_to_listen
 from peerd.training.modes import alike_at_start
 from peerd.transport.connection import Datagrams, Transport
-from peerd.transport.errors import PeerError, UserError, WrongSetting
+from peerd.transport.errors import PeerError, UserError, wrong
 from peerd.transport.hello import Instead, Refused
 from peerd.transport.ids import Address, NodeId, is_ip, shown
 from peerd.transport.messages import Challenge, Hello, Member, RelayRequest, RenewalRequest, State
@@ -415,7 +415,7 @@ async def _resolved(carrier: Carrier, address: Address, key: str) -> Address:
     try:
         return await carrier.resolve(address)
     except UserError as error:
-        raise WrongSetting(f"{key}: {error}", key) from None
+        raise wrong(key, str(error)) from None
 
 
 async def _enter(settings: Settings, key: NodeKey, *, local: bool) -> Entry:

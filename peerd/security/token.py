@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from peerd.transport.errors import UserError, WrongSetting
+from peerd.transport.errors import UserError, wrong
 from peerd.transport.ids import Address, NodeId
 
 PREFIX = "peerd2."
@@ -58,9 +58,7 @@ def parse(text: str) -> Token:
     """The token in a line. Raises UserError, which never repeats what was given."""
     text = text.strip()
     if not text.startswith(PREFIX):
-        raise WrongSetting(
-            f"token: it does not begin with {PREFIX!r}; paste the line that peerd token printed, or @FILE", "token"
-        )
+        raise wrong("token", f"it does not begin with {PREFIX!r}; paste the line that peerd token printed, or @FILE")
     try:
         if len(text) > TEXT_MAX:
             raise ValueError
@@ -73,9 +71,9 @@ def parse(text: str) -> Token:
         addresses, pin, id, secret, expires = row
         found = Token(tuple((host, port) for host, port in addresses), pin, id, secret, expires)
     except (ValueError, TypeError, binascii.Error, msgpack.UnpackException):
-        raise WrongSetting(f"token: {_DAMAGED}", "token") from None
+        raise wrong("token", f"{_DAMAGED}") from None
     if not _is_whole(found) or found.pack() != text:  # one line for one token: nothing is hidden in it
-        raise WrongSetting(f"token: {_DAMAGED}", "token")
+        raise wrong("token", f"{_DAMAGED}")
     return found
 
 

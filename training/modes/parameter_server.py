@@ -43,7 +43,7 @@ from peerd.training.parameter_server.tree import parse_arity
 from peerd.training.parameter_server.tree_node import TreeRelay
 from peerd.training.parameter_server.worker import NEVER, Part, Worker
 from peerd.training.plain_numbers import count
-from peerd.transport.errors import PeerError, WrongSetting
+from peerd.transport.errors import PeerError, WrongSetting, wrong
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
     Applied,
@@ -88,16 +88,13 @@ class ParameterServer(ModeClass):
         parse_arity(told.topology)
         if told.exchange == GRADIENTS:
             if parse_optimizer(told.server_optimizer).clip and told.servers > 1:
-                raise WrongSetting(
-                    f"server_optimizer: clip is of the whole gradient, and each of {told.servers} servers has a part: "
-                    "leave servers out, or clip",
+                raise wrong(
                     "server_optimizer",
+                    f"clip is of the whole gradient, and each of {told.servers} servers has a part: "
+                    "leave servers out, or clip",
                 )
         elif told.server_optimizer != SGD:
-            raise WrongSetting(
-                "server_optimizer: only with exchange gradients, which servers step by; leave it out",
-                "server_optimizer",
-            )
+            raise wrong("server_optimizer", "only with exchange gradients, which servers step by; leave it out")
         elif "batch=" in argument:
             raise WrongSetting(
                 f"--mode {cls.NAME}:{argument}: only with exchange gradients, whose rate the server scales", "mode"

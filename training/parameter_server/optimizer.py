@@ -17,7 +17,7 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Vector
 from peerd.training.plain_numbers import number
-from peerd.transport.errors import PeerError, WrongSetting
+from peerd.transport.errors import PeerError, wrong
 
 CLIP_EPS = 1e-6  # torch's
 RATE_MAX = 1e3
@@ -46,7 +46,7 @@ class Sgd:
         _positive("weight_decay", self.weight_decay)
         _positive("clip", self.clip)
         if self.nesterov and not self.momentum:
-            raise WrongSetting("server_optimizer: nesterov needs a momentum", "server_optimizer")
+            raise wrong("server_optimizer", "nesterov needs a momentum")
 
     @property
     def rows(self) -> int:
@@ -88,14 +88,9 @@ class AdamW:
         _positive("weight_decay", self.weight_decay)
         _positive("clip", self.clip)
         if not self.eps:
-            raise WrongSetting(
-                "server_optimizer: eps=0 makes no number of a weight without a gradient", "server_optimizer"
-            )
+            raise wrong("server_optimizer", "eps=0 makes no number of a weight without a gradient")
         if not self.beta1 * self.beta1 < self.beta2:
-            raise WrongSetting(
-                "server_optimizer: the square of beta1 must be below beta2, or one gradient makes any step",
-                "server_optimizer",
-            )
+            raise wrong("server_optimizer", "the square of beta1 must be below beta2, or one gradient makes any step")
 
     @property
     def rows(self) -> int:
@@ -148,15 +143,13 @@ def parse_optimizer(text: str) -> Optimizer:
     """NAME, or NAME:KEY=VALUE,KEY=VALUE. Raises UserError."""
     name, _, options = text.partition(":")
     if name not in OPTIMIZERS:
-        raise WrongSetting(f"server_optimizer: {name[:40]!r} is not one of {', '.join(OPTIMIZERS)}", "server_optimizer")
+        raise wrong("server_optimizer", f"{name[:40]!r} is not one of {', '.join(OPTIMIZERS)}")
     known = {field.name: field.default for field in fields(OPTIMIZERS[name])}
     given: dict[str, Any] = {}
     for option in options.split(",") if options else []:
         key, _, value = option.partition("=")
         if key not in known:
-            raise WrongSetting(
-                f"server_optimizer: {name} has no {key[:40]!r}; it has {', '.join(known)}", "server_optimizer"
-            )
+            raise wrong("server_optimizer", f"{name} has no {key[:40]!r}; it has {', '.join(known)}")
         given[key] = _truth(key, value) if isinstance(known[key], bool) else _number(key, value)
     return OPTIMIZERS[name](**given)
 
@@ -173,20 +166,20 @@ def _number(key: str, text: str) -> float:
     try:
         return number(text)
     except ValueError:
-        raise WrongSetting(f"server_optimizer: {key}={text[:40]} is not a number", "server_optimizer") from None
+        raise wrong("server_optimizer", f"{key}={text[:40]} is not a number") from None
 
 
 def _truth(key: str, text: str) -> bool:
     if text not in ("true", "false"):
-        raise WrongSetting(f"server_optimizer: {key}={text[:40]} is neither true nor false", "server_optimizer")
+        raise wrong("server_optimizer", f"{key}={text[:40]} is neither true nor false")
     return text == "true"
 
 
 def _share(key: str, value: float) -> None:
     if not 0 <= value < 1:
-        raise WrongSetting(f"server_optimizer: {key}={value:g} must be at least 0 and below 1", "server_optimizer")
+        raise wrong("server_optimizer", f"{key}={value:g} must be at least 0 and below 1")
 
 
 def _positive(key: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        raise WrongSetting(f"server_optimizer: {key}={value:g} must be at least 0", "server_optimizer")
+        raise wrong("server_optimizer", f"{key}={value:g} must be at least 0")
