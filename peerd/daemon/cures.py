@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from peerd.training.mode_settings import ALIKE_AT_START
-from peerd.training.modes import MODES
+from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, ModeSettings
+from peerd.training.modes import MODES, alike_at_start, check_given, check_options
 from peerd.training.modes.own_mode import as_told
 from peerd.transport.hello import Refused
 
 BUFFERS_NAMED_MAX = 4  # in one line
-PLAIN = re.compile(r"[A-Za-z0-9.:,=_-]+", re.ASCII)  # what modes and their options are made of
+TOLD = re.compile(r"[a-z_]+=[A-Za-z0-9.:,=_-]+", re.ASCII)  # of a mode and its options; a member may say anything
+OF_ITSELF = "it comes by itself to what peerd mode set has made of that since"
 
 CURES = {
     "protocol": "install one version of peerd on all nodes",
@@ -47,24 +49,33 @@ def cured(failure: Exception, *, joins: bool = False) -> str:
     if failure.field == "model":
         cure = cure_of_model(failure.here, failure.there)
     elif failure.field == "mode" and joins and (options := _options_of(failure.here)) is not None:
-        by_itself = "it comes by itself to what peerd mode set has made of that since"
-        cure = f"start this node with {options}, as the members were started: {by_itself}"
+        cure = f"start this node with {options}, as the members were started: {OF_ITSELF}"
     return f"{failure}; {cure}" if cure is not None else str(failure)
 
 
 def _options_of(alike: str) -> str | None:
-    """What is typed to have what `alike_at_start` has said; None: it is no mode that whoever types this has by name."""
-    mode, *rest = alike.split("+")
-    told = [(key, value) for key, _, value in (one.partition("=") for one in rest)]
-    # a member may say anything, and its word goes to a terminal: nobody is to type a --join of its choice
-    known = mode.partition(":")[0] in MODES and all(key in ALIKE_AT_START for key, _ in told)
-    if not known or not all(map(PLAIN.fullmatch, (mode, *(value for _, value in told)))):
+    """What is typed to have what `alike_at_start` has said; None: it never says so of a mode that this node has.
+
+    Who types it trusts that it is of the mode alone: a member may name an option that gives this node away.
+    """
+    mode, *told = alike.split("+")
+    given = {key: value for key, _, value in (one.partition("=") for one in told)}
+    known = mode.partition(":")[0] in MODES and given.keys() <= {*ALIKE_AT_START}
+    if not known or not all(TOLD.fullmatch(one) for one in (f"mode={mode}", *told)):
         return None
-    options = [f"--mode {as_told(mode)}"]
-    for key, value in told:
-        option = key.replace("_", "-")
-        options.append(f"--no-{option}" if value == str(False) else f"--{option} {value}")
-    return " ".join(options)
+    flags = {key: value != str(False) for key, value in given.items() if isinstance(OPTIONS[key].default, bool)}
+    values: dict[str, Any] = given | flags
+    try:
+        settings = ModeSettings(**values)
+        check_options(mode, settings)
+        check_given(mode, values, settings.exchange)
+        if alike_at_start(mode, settings) != alike:
+            return None
+    except Exception:  # a mode of the user's own file may raise any
+        return None
+    options = {key.replace("_", "-"): value for key, value in values.items()}
+    typed = (f"--no-{key}" if value is False else f"--{key} {value}" for key, value in options.items())
+    return " ".join([f"--mode {as_told(mode)}", *typed])
 
 
 def cure_of_buffers(lines: Sequence[str], others: Sequence[str]) -> str | None:

@@ -82,10 +82,24 @@ def test_a_newcomer_is_told_what_to_type_to_have_its_members_mode(settings: Sett
 @pytest.mark.parametrize(
     "said",
     [
-        "mine", "gossip+robust=$(reboot)", "gossip+\x1b[2J", "gossip: --join x", "", "+",
-        "gossip+join=10.0.0.9:7946", "gossip+insecure_plaintext=True", "gossip+view=3",
+        "mine",
+        "gossip+robust=$(reboot)",
+        "gossip+\x1b[2J",
+        "gossip: --join x",
+        "",
+        "+",
+        "gossip+insecure_plaintext=True",
+        "gossip+join=there:7946",
+        "gossip+view=7",
+        "gossip+robust=script.py",
+        "gossip+robust=True",
+        "gossip+exchange=False",
+        "gossip+server_optimizer=False",
+        "gossip+outer_lr=0.5",
+        "diloco:-h",
+        "diloco+robust=False+outer_lr=0.5",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_mode_here_is_told_as_it_is(said: str) -> None:
     assert cured(Refused("told", Refuse("mode", said, "gossip")), joins=True) == f"told; {CURES['mode']}"
 
