@@ -267,8 +267,8 @@ class TrainerService:
             comes = decoded(message, FROM_TRAINER)
         except ValueError:
             comes = None
-        refusal = self._busy(comes)
-        if refusal is None and (refusal := self._unfit(comes, connection)) is not None:
+        refusal = self._busy(comes, connection)
+        if refusal is None and (refusal := self._unfit(comes)) is not None:
             tell_unfit()
         if not isinstance(comes, Attach) or refusal is not None:
             await connection.send({"error": refusal})
@@ -312,7 +312,7 @@ class TrainerService:
             LOGGER.log(logging.WARNING if told.warns else logging.INFO, "%s", told.line)
             self._view_max = told.view if told.view < plan.view else None
 
-    def _busy(self, comes: Said | None) -> str | None:
+    def _busy(self, comes: Said | None, connection: LocalConnection) -> str | None:
         """Why this node takes no trainer now."""
         if self._leaving:  # its script died, and was being started again
             return "this node is leaving the swarm"
@@ -324,11 +324,13 @@ class TrainerService:
                 return f"this script is attached already: {'; '.join(cures)}"
             there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
             return f"{there}: end that one, or {ALONE}"
+        if isinstance(comes, Attach) and not connection.fds:
+            return "the script's memory did not come with its word: has the daemon as many files open as it may?"
         return None
 
-    def _unfit(self, comes: Said | None, connection: LocalConnection) -> str | None:
+    def _unfit(self, comes: Said | None) -> str | None:
         """Why this node takes no such trainer."""
-        if not isinstance(comes, Attach) or not connection.fds:
+        if not isinstance(comes, Attach):
             return "the script's peerd and the daemon's do not understand each other: are they of one version?"
         if comes.total > VALUES_MAX:
             return f"the model has {comes.total:,} values; peerd takes at most {VALUES_MAX:,}"
