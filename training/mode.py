@@ -77,7 +77,10 @@ class ModeClass:
 
     @classmethod
     def check(cls, argument: str, told: ModeSettings) -> None:
-        """Whether what it is told fits, where what is exchanged is one of EXCHANGES. Raises UserError."""
+        """Whether what it is told fits, where what is exchanged is one of EXCHANGES.
+
+        Raises WrongSetting with the name of the setting, so that the user is told where it came from.
+        """
 
     @classmethod
     def in_force(cls, told: ModeSettings) -> ModeSettings:
