@@ -40,6 +40,7 @@ from peerd.training.model.variances import bounded
 Flat = npt.NDArray[np.float32]
 
 _NAMED_MAX = 3  # tensors in one line
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class FlatModel:
@@ -289,9 +290,14 @@ class FlatModel:
 
     @torch.no_grad()
     def put_buffers(self, values: torch.Tensor) -> None:
-        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for."""
-        for piece in self.buffers:
-            self._write(piece, values[piece.start : piece.stop])
+        """The buffers of the model become their part of `values`, whatever stands elsewhere; not waited for.
+
+        A later pass through the same graph, as a GAN makes, ends where it needs one as it was.
+        """
+        unneeded = {id(tensor) for tensor in _unneeded(self._model)}
+        for piece in self.buffers:  # by way of `data` autograd does not count one as changed
+            written = replace(piece, held=piece.held.data) if id(piece.held) in unneeded else piece
+            self._write(written, values[piece.start : piece.stop])
 
     @property
     def buffers(self) -> list[Piece]:
@@ -313,10 +319,7 @@ class FlatModel:
         if source.dtype == torch.float32 and not piece.is_buffer:
             source.copy_(wanted)
         else:
-            # BatchNorm hands autograd its statistics, of which a backward pass in training needs nothing: a GAN's later
-            # pass through the same graph ends where they count as changed, as they do not by way of `data`
-            target = source.data if piece.is_buffer else source
-            target.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
+            source.copy_(torch.where(source.float() == wanted.float(), source, wanted.to(source.dtype)))
         if piece.master is not None:
             piece.tensor.copy_(source)
 
@@ -380,6 +383,13 @@ def _sum(value: torch.Tensor, delta: torch.Tensor, variances: Iterable[tuple[int
     for where in variances:
         after[slice(*where)] = bounded(value[slice(*where)], after[slice(*where)])
     return after
+
+
+def _unneeded(model: nn.Module) -> Iterator[torch.Tensor]:
+    """What autograd is handed, and no backward pass needs: the statistics of BatchNorm in training."""
+    for module in model.modules():
+        if isinstance(module, _BATCH_NORMS) and module.training:
+            yield from module.buffers(recurse=False)
 
 
 def _require_shapes(parameters: dict[str, nn.Parameter]) -> None:

@@ -182,3 +182,27 @@ def test_what_an_observer_has_seen_changes_nothing_of_what_is_shared() -> None:
             model(torch.ones(3, 2))
         signatures.append(FlatModel(model).signature)
     assert signatures[0] == signatures[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_later_pass_through_a_graph_has_the_right_gradient_or_none(dtype: torch.dtype, training: bool) -> None:
+    """In training BatchNorm makes statistics of its own batch, and elsewhere it divides by those that it holds."""
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.BatchNorm1d(2)).to(dtype).train(training)
+    flat = FlatModel(model)
+    loss = model(torch.randn(4, 2, dtype=dtype)).square().sum()
+    loss.backward(retain_graph=True)
+    assert layer.weight.grad is not None
+    first = layer.weight.grad.clone()
+    values = flat.gather()
+    values[-4:] += 1
+    flat.put_buffers(values)
+    assert torch.equal(flat.gather(), values)
+    layer.weight.grad.zero_()
+    if not training:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return
+    loss.backward()
+    assert torch.equal(layer.weight.grad, first)
