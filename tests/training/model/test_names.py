@@ -122,7 +122,7 @@ def test_a_parameter_without_a_shape_is_refused_in_one_line() -> None:
         FlatModel(nn.Sequential(nn.LazyLinear(3)))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # of what category depends on torch
 def test_a_scripted_model_is_the_same_one() -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     scripted = torch.jit.script(plain)
