@@ -29,7 +29,7 @@ from peerd.node.acquaintances import Acquaintances
 from peerd.node.meta import FOUNDS, NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
-from peerd.process.own_address import OwnAddress
+from peerd.process.own_address import OwnAddress, is_elsewhere
 from peerd.relay.guest import Guest
 from peerd.relay.lender import Lender, Near
 from peerd.security import authority_folder
@@ -341,6 +341,12 @@ async def running(
     reached = relays[0] if relays else await _reached(settings, carrier, (host, port))
     host = where_to_listen(settings.bind, host, reached[0])
     seeds = {await _resolved(carrier, seed, "join") for seed in settings.seeds}
+    if is_loopback(reached[0]) and seeds and all(is_elsewhere(seed) for seed, _ in seeds):
+        raise wrong(
+            "bind",
+            f"{reached[0]} is reached from this machine alone, and {shown(settings.seeds[0])}, which is to be joined, is "
+            "on another: give --bind the address at which others reach this node, or 0.0.0.0",
+        )
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])
         if not settings.join:  # nobody said so: whoever made the token listens there

@@ -43,6 +43,11 @@ def cure_of(gone: str) -> str:
     return f"{bound}: others cannot reach it; start it again with --bind ADDRESS"
 
 
+def is_elsewhere(host: str) -> bool:
+    """Whether it is the address of another machine; a name says nothing."""
+    return is_ip(host) and is_lacking(host)
+
+
 def is_lacking(host: str) -> bool:
     """Whether nothing can be bound to it. Where that cannot be found out the machine has it: no descriptor is left."""
     try:

@@ -154,6 +154,7 @@ def test_who_is_of_another_authority_or_of_none(machine: Machine) -> None:
         (("--token", "peerd2.AAAA"), "token: it is damaged, or was not copied whole"),
         (("--token", "@/nowhere"), "token: /nowhere: No such file or directory"),
         (("--bind", "192.0.2.1:0", "--join", "192.0.2.1:1"), "cannot listen on"),
+        (("--join", "192.0.2.1:1"), "bind: 127.0.0.1 is reached from this machine alone, and 192.0.2.1:1, which"),
     ],
 )
 def test_bad_tokens_are_one_line_and_leave_nothing(machine: Machine, arguments: tuple[str, ...], said: str) -> None:
