@@ -95,7 +95,7 @@ def show(path: Path, rest: Callable[[dict[str, Any]], RenderableType]) -> None:
     """Draw trends, and the `rest` of a status, until the node has ended or somebody presses Ctrl-C."""
     console = Console()
     if not console.is_terminal:
-        raise UserError("--watch needs a terminal; --watch --format json writes a line a look anywhere")
+        raise UserError("--watch needs a terminal; with --format json it writes a line at each look, anywhere")
     trends: dict[str, Trend] = {}
     before, at = None, time.monotonic()
     with Live(console=console, auto_refresh=False) as live:

@@ -38,20 +38,22 @@ class ScriptStarter(TyperCommand):
             yield
         except UsageError as error:
             wrong = getattr(error, "option_name", None) or getattr(getattr(error, "param", None), "name", None)
-            if wrong and (hint := self._if_the_scripts(wrong)):
-                raise UserError(f"{error.format_message().rstrip('.')}{hint}") from None
+            said = error.format_message().rstrip(".")
+            if wrong and (told := self._hinted(said, wrong)) != said:
+                raise UserError(told) from None
             raise
         except WrongSetting as error:
-            raise UserError(f"{error}{self._if_the_scripts(error.key)}") from None
+            raise UserError(self._hinted(str(error), error.key)) from None
 
-    def _if_the_scripts(self, wrong: str) -> str:
-        """`wrong` is an option, or a setting."""
+    def _hinted(self, said: str, wrong: str) -> str:
+        """What is said of `wrong`, an option or a setting, and more where it may be meant for the script."""
         script, after = self._script(sys.argv[2:])
         for known in self.params:
             options = _spellings(known)
             if wrong in (known.name, *options) and (typed := [option for option in after if option in options]):
-                return f"; {typed[0]} is peerd start's: if it was meant for {script}, put it after a --"
-        return ""
+                mark = "" if said.endswith("?") else ";"
+                return f"{said}{mark} {typed[0]} is peerd start's: if it was meant for {script}, put it after a --"
+        return said
 
     def _script(self, words: list[str]) -> tuple[str, list[str]]:
         """The first of the words that is no option and no value of one of ours, and the options from it to a --."""

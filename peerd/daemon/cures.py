@@ -13,15 +13,15 @@ from peerd.transport.hello import Refused
 
 BUFFERS_NAMED_MAX = 4  # in one line
 TOLD = re.compile(r"[a-z_]+=[A-Za-z0-9.:,=_-]+", re.ASCII)  # of a mode and its options; a member may say anything
-OF_ITSELF = "it comes by itself to what peerd mode set has made of that since"
+OF_ITSELF = "what peerd mode set has changed since then it takes over by itself"
 
 CURES = {
     "protocol": "install one version of peerd on all nodes",
     "swarm": "give all nodes the same --swarm, or join a node of your own swarm",
     "run": "give all nodes the same run (PEERD_RUN, or in the file of --config)",
     "mode": (
-        "start newcomers with the --mode and options that the members were started with, whatever peerd mode set has "
-        "made of that since: they come to it by themselves"
+        "start newcomers with the --mode and options that the members were started with: what peerd mode set has "
+        "changed since then they take over by themselves"
     ),
     "encryption": "start all nodes with --insecure-plaintext, or all without",
     "authority": "a node joins with a token of the swarm that it is to be in: peerd token on a member, --token on it",

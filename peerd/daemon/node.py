@@ -344,8 +344,8 @@ async def running(
     if is_loopback(reached[0]) and seeds and all(is_elsewhere(seed) for seed, _ in seeds):
         raise wrong(
             "bind",
-            f"{reached[0]} is reached from this machine alone, and {shown(settings.seeds[0])}, which is to be joined, is "
-            "on another: give --bind the address at which others reach this node, or 0.0.0.0",
+            f"{reached[0]} is reached from this machine alone, and {shown(settings.seeds[0])}, which is to be joined, "
+            "is on another: give --bind the address at which others reach this node, or 0.0.0.0",
         )
     if seeds and not kept and seeds <= {(host, port), reached}.difference(relays):
         own = shown(settings.seeds[0])

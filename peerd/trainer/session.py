@@ -722,7 +722,7 @@ def _say_restored(step: int, whole: bool, *, model_of: int | None, with_state: b
 
     `with_state`: the optimizer's is a part of it.
     """
-    found, given = f"the checkpoint of step {step}", f"the model of step {model_of} is the daemon's"
+    found, given = f"the checkpoint of step {step}", f"the model of step {model_of} comes from the daemon"
     if model_of is None:
         say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
     elif with_state:

@@ -157,7 +157,7 @@ def test_whose_the_optimizers_state_is_where_it_is_a_part_of_the_model(
         path, script, verbs={"exchange": exchange}, mode="allreduce", exchange="gradients", trigger="change:0.05"
     )
     told = [line for line in capsys.readouterr().err.splitlines() if "checkpoint" in line]
-    given = "peerd: the model of step 1 is the daemon's"
+    given = "peerd: the model of step 1 comes from the daemon"
     assert told == [f"{given}, and so is the optimizer's state, in place of that of the checkpoint of step 1"]
 
 
