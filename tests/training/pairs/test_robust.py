@@ -221,6 +221,18 @@ def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
     assert found[3] < 1e-6 * found[0]
 
 
+def test_one_other_alone_does_not_say_who_is_far() -> None:
+    """It may be the liar."""
+    found = []
+    for far in (1.0, 1e9):
+        allowances, values = Allowances(ONE), np.zeros(3)
+        near(allowances, values, 3, far)
+        values += [1.0, 0.0, 0.0]
+        allowances.look(values, 3, 1.0)
+        found.append(float(allowances.limits("z", "az")[0]))
+    assert found[0] == found[1] > 0
+
+
 def test_who_is_far_is_asked_of_those_met_since_it_was_last_asked() -> None:
     """One that was away knows of the others what they were; one that comes again and again is not judged each time."""
     allowances, values = Allowances(ONE), np.zeros(3)
