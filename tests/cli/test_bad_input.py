@@ -392,10 +392,14 @@ def test_who_is_refused_is_no_member_that_left(machine: Machine) -> None:
 
 
 def test_who_was_refused_does_not_make_a_swarm_of_one_that_joins_another(machine: Machine) -> None:
-    a = machine.start("a", train := machine.script("train.py", TRAIN))
+    a = machine.start("a", machine.script("train.py", TRAIN))
     a.trains()
-    assert machine.start("b", train, join=a, HIDDEN="8").end() == 1
-    a.says("b (127.0.0.1:")
+    go = machine.state / "go"
+    waits = "import os, time\nwhile not os.path.exists(os.environ['GO']):\n    time.sleep(0.01)\n"
+    b = machine.start("b", machine.script("late.py", waits + TRAIN), join=a, HIDDEN="8", GO=str(go))
+    a.says("b (127.0.0.1:")  # a member, which is refused once its model is known
+    go.touch()
+    assert b.end() == 1
     a.eventually(lambda: list(a.members()) == ["a"])
     done = machine.peerd("join", machine.start("c").address, "--name", "a")
     assert done.returncode == 1
