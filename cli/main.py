@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, Interrupted, interrupts_end_at_once
 from peerd.cli.number_options import take_plain_numbers
-from peerd.cli.whose_option import UsageError
+from peerd.cli.whose_option import UsageError, continued
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
 
@@ -102,7 +102,7 @@ def _misused(error: Any, typed: str) -> Exception:
         error.exit_code = FAILED_CODE
         own: Exception = error
         return own
-    say(f"{said}{'' if said.endswith('?') else ';'} {path} -h lists what there is")
+    say(continued(said, f"{path} -h lists what there is"))
     return typer.Exit(FAILED_CODE)
 
 

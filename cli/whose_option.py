@@ -19,6 +19,11 @@ NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 
 
+def continued(said: str, more: str) -> str:
+    """One line of two; a question ends by itself."""
+    return f"{said}{'' if said.endswith('?') else ';'} {more}"
+
+
 class ScriptStarter(TyperCommand):
     """Of a mistake in an option of ours that stands after the script it says, too, whose else that may be."""
 
@@ -51,8 +56,7 @@ class ScriptStarter(TyperCommand):
         for known in self.params:
             options = _spellings(known)
             if wrong in (known.name, *options) and (typed := [option for option in after if option in options]):
-                mark = "" if said.endswith("?") else ";"
-                return f"{said}{mark} {typed[0]} is peerd start's: if it was meant for {script}, put it after a --"
+                return continued(said, f"{typed[0]} is peerd start's: if it was meant for {script}, put it after a --")
         return said
 
     def _script(self, words: list[str]) -> tuple[str, list[str]]:

@@ -10,6 +10,7 @@ import numpy as np
 import trio
 
 from peerd.daemon.peers import Peers
+from peerd.membership.roster import name_of
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_SOON_S, DonorChoice
 from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
@@ -212,8 +213,7 @@ class CatchUp:
 
     def _name_of(self, donor: NodeId) -> str:
         """A slow one may be gone by now."""
-        member = self._members().get(donor)
-        return member.name if member is not None else donor
+        return name_of(donor, self._members())
 
     def _reject(self, donor: NodeId) -> None:
         self._choice.reject(donor)

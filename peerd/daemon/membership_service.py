@@ -20,6 +20,7 @@ from peerd.membership.effects import (
 )
 from peerd.membership.lives import TWIN_DEADLINE_S
 from peerd.membership.proofs import VERIFICATION_ROWS
+from peerd.membership.roster import name_of
 from peerd.membership.suspicion import LAST_WORDS_MAX
 from peerd.membership.table_budget import TableBudget
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S, TABLE_PART, TABLE_PARTS_MAX
@@ -173,9 +174,8 @@ class MembershipService:
         self._note(self.membership.vacant, id)
 
     def name_of(self, id: NodeId) -> str:
-        """What the log calls a member; one that is forgotten by its id."""
-        member = self.membership.members.get(id)
-        return id if member is None else member.name
+        """What the log calls a member."""
+        return name_of(id, self.membership.members)
 
     def spread(self) -> None:
         """What goes beside the tables is news."""

@@ -19,6 +19,7 @@ from peerd.daemon.node import Daemon
 from peerd.daemon.trainer_session import TrainerStatus
 from peerd.local.export import write_safetensors
 from peerd.local.node_key import ID_DIGITS
+from peerd.membership.roster import name_of
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.protocol.plan import parts
@@ -330,7 +331,7 @@ class Verbs:
             },
             "settle_steps": kind.settle_steps(mode.partition(":")[2], in_force),
             "author": plans.plan.author,
-            "proposed_by": members[plans.plan.author].name if plans.plan.author in members else plans.plan.author,
+            "proposed_by": name_of(plans.plan.author, members),
             "members": [
                 {
                     "name": member.name,

@@ -44,6 +44,7 @@ from peerd.membership.roster import (
     Roster,
     address,
     fault,
+    name_of,
     order,
 )
 from peerd.membership.suspicion import Suspicions
@@ -498,8 +499,7 @@ class Membership:
         self._prober.adjust_awareness(+1)
         self._speak(replace(me, incarnation=record.incarnation + 1), now)
         if record.state >= State.FAILED and not self._leaving:
-            accuser = self._roster.rows.get(record.accuser)
-            who = accuser.name if accuser is not None else record.accuser
+            who = name_of(record.accuser, self._roster.rows)
             effects.append(Log(f"we were declared {record.state.name} by {who!r}: refuting"))
             self._exchange.hasten(now + FOLLOW_UP_S)
 

@@ -13,7 +13,7 @@ shown one is a *stranger* there: a member like any, that is to be met.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from peerd.membership.lot import Lot
 from peerd.membership.proofs import RECORD_PROOF_BYTES
@@ -193,6 +193,11 @@ class Roster:
     def live_addresses(self) -> set[Address]:
         """Where live members listen, oneself included. O(N)."""
         return {address(self.rows[id]) for id in self.live} | {address(self.me)}
+
+
+def name_of(id: NodeId, members: Mapping[NodeId, Member]) -> str:
+    """What people call a member; one that is not known (any more) by its id."""
+    return members[id].name if id in members else id
 
 
 def fault(record: Member) -> str:

@@ -71,9 +71,9 @@ def parse(text: str) -> Token:
         addresses, pin, id, secret, expires = row
         found = Token(tuple((host, port) for host, port in addresses), pin, id, secret, expires)
     except (ValueError, TypeError, binascii.Error, msgpack.UnpackException):
-        raise wrong("token", f"{_DAMAGED}") from None
+        raise wrong("token", _DAMAGED) from None
     if not _is_whole(found) or found.pack() != text:  # one line for one token: nothing is hidden in it
-        raise wrong("token", f"{_DAMAGED}")
+        raise wrong("token", _DAMAGED)
     return found
 
 

@@ -294,8 +294,9 @@ class FlatModel:
 
         A later pass through the same graph, as a GAN makes, ends where it needs one as it was.
         """
-        unneeded = {id(tensor) for tensor in _unneeded(self._model)}
-        for piece in self.buffers:  # by way of `data` autograd does not count one as changed
+        buffers = self.buffers
+        unneeded = {id(tensor) for tensor in _unneeded(self._model)} if buffers else set()
+        for piece in buffers:  # by way of `data` autograd does not count one as changed
             written = replace(piece, held=piece.held.data) if id(piece.held) in unneeded else piece
             self._write(written, values[piece.start : piece.stop])
 

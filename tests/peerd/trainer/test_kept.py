@@ -26,6 +26,7 @@ from peerd.daemon.catch_up import CatchUp
 from peerd.local.generations import newest_step
 from peerd.trainer import checkpoint, groups, kept
 from peerd.trainer.kept import Kept
+from peerd.trainer.swarm import Swarm
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 
@@ -304,6 +305,12 @@ def test_what_this_process_has_trained_with_is_not_taken_back(path: Path, capsys
     assert "peerd: from the checkpoint of step 6 also: mine, words\n" in capsys.readouterr().err
 
 
+def dies_before_its_first_checkpoint(swarm: Swarm) -> None:
+    """The daemon has its model."""
+    swarm._session._report(swarm.step_count, 1.0, copies=True, rolled_back=False)  # type: ignore[union-attr]
+    swarm._close()
+
+
 def test_a_script_that_comes_back_without_what_it_keeps_is_told(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that died before its first checkpoint: the model was the daemon's, the rest began anew without a word."""
 
@@ -312,8 +319,7 @@ def test_a_script_that_comes_back_without_what_it_keeps_is_told(path: Path, caps
             swarm = peerd.attach(*normed(), keep={"mine": Holder(0), "words": {}})
             for _ in range(3):
                 swarm.step()
-            swarm._session._report(swarm.step_count, 1.0, copies=True, rolled_back=False)  # type: ignore[union-attr]
-            swarm._close()
+            dies_before_its_first_checkpoint(swarm)
 
     with_daemon(path, script)
     said = "peerd: this node has no checkpoint with mine, words: they begin as the script made them, with the model of"
@@ -336,8 +342,7 @@ def test_a_scheduler_that_begins_anew_with_a_model_that_does_not_is_told(
             swarm = peerd.attach(model, optimizer, keep={"mine": scheduler} if kept else {})
             told.append(f"the model is of step {swarm.step_count};" in capsys.readouterr().err)
             swarm.step()
-            swarm._session._report(swarm.step_count, 1.0, copies=True, rolled_back=False)  # type: ignore[union-attr]
-            swarm._close()
+            dies_before_its_first_checkpoint(swarm)
 
         train()
         train()

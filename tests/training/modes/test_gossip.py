@@ -31,6 +31,14 @@ WITH = [*sorted(CODECS), AUTO]
 BATCHES: list[list[float]] = [[], [16, 16, 16, 16], [64, 8, 8, 8], [100, 64, 16, 8]]
 
 
+def linked_pair() -> GossipSwarm:
+    """a and b, which have a link and have exchanged nothing over it."""
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    return swarm
+
+
 class Weather(Connections):
     """Exactness once the weather clears."""
 
@@ -211,9 +219,7 @@ def test_a_link_goes_where_the_table_says_and_there_alone(trail: tuple[LinkState
 
 @pytest.mark.parametrize("dies", ["a", "b"])
 def test_what_a_crash_takes_of_an_exchange_is_counted(dies: str) -> None:
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("a", np.ones(10))
     swarm.deliver("a", "b")
     swarm.restart(dies, swarm.start)
@@ -257,9 +263,7 @@ def test_any_exchanges_keep_the_mean(codec: str, count: int, seed: int) -> None:
 
 
 def test_an_exchange_that_overtakes_a_lost_answer_keeps_the_mean() -> None:
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("b", np.ones(10))
     swarm.deliver("b", "a")
     swarm.queues["a", "b"].clear()  # the answer is lost with the connection
@@ -559,9 +563,7 @@ def test_a_gain_that_overshoots_is_refused(gain: float) -> None:
 
 @pytest.mark.parametrize("gain", [0.0, -0.1, 0.6, 1e9, math.nan])
 def test_nor_does_one_that_what_is_left_of_a_link_has_waited_for(gain: float) -> None:
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("a", np.ones(10))
     swarm.deliver("a", "b")
     core = swarm.nodes["a"].core
@@ -576,9 +578,7 @@ def test_nor_does_one_that_what_is_left_of_a_link_has_waited_for(gain: float) ->
 
 
 def test_a_half_of_an_exchange_that_cannot_be_changes_nothing_and_ends_the_link() -> None:
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("a", np.ones(10))
     message = swarm.queues["a", "b"].popleft()
     assert isinstance(message, Delta)
@@ -594,9 +594,7 @@ def test_a_half_of_an_exchange_that_cannot_be_changes_nothing_and_ends_the_link(
 
 
 def test_the_word_that_a_half_was_taken_is_of_its_link_alone() -> None:
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("a", np.ones(10))
     swarm.deliver("a", "b")
     core = swarm.nodes["b"].core
@@ -734,9 +732,7 @@ def test_who_never_answers_keeps_no_place_for_ever_and_may_still_answer() -> Non
 
 def test_a_half_that_came_too_early_is_not_waited_for() -> None:
     """Without a timer: the peer that lacks an answer asks again, and gets what came too early with it."""
-    swarm = GossipSwarm(2, 10, "float32", view=1)
-    swarm.everyone_alive()
-    swarm.settle()
+    swarm = linked_pair()
     swarm.step("b", np.ones(10))
     swarm.deliver("b", "a")
     swarm.queues["a", "b"].clear()  # the answer is lost, and no connection breaks
