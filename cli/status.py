@@ -142,8 +142,7 @@ def _view(answer: dict[str, Any]) -> RenderableType:
     lines = [Text(printable(_headline(answer)))]
     if answer["crash"]:
         lines.append(Text(printable(answer["crash"])))
-    if answer["address_gone"]:
-        lines.append(Text(printable(_address_gone(answer))))
+    lines += [Text(printable(line)) for line in _out_of_reach(answer)]
     if trainer := answer["trainer"]:
         lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
     return Group(*lines, *([plain_table(*_links(answer))] if answer["links"] else []))
@@ -177,8 +176,8 @@ def _print_text(answer: dict[str, Any]) -> None:
     echo(f"sent {sent}, received {received}; {whole} model{'s' * (whole != 1)} sent whole")
     if rate := answer["budget_bytes_s"]:
         echo(f"budget {8 * rate / 1e6:g} Mbit/s; sends waited {_seconds(answer['budget_waited_s'])} for it, together")
-    if answer["address_gone"]:
-        echo(_address_gone(answer))
+    for line in _out_of_reach(answer):
+        echo(line)
     if (lost := answer["relay_lost_s"]) is not None:
         echo(f"nobody can dial this node: no relay for {_seconds(lost)}; the log says why")
     if relayed := answer["relayed_bytes"]:
@@ -209,10 +208,13 @@ def _members(answer: dict[str, Any]) -> str:
     return ", ".join(f"{count} {state}" for state, count in answer["members"].items() if count)
 
 
-def _address_gone(answer: dict[str, Any]) -> str:
-    from peerd.process.own_address import cure_of
+def _out_of_reach(answer: dict[str, Any]) -> list[str]:
+    """Why others cannot reach the node at its address, where they cannot."""
+    from peerd.process.own_address import cure_of, cure_of_unreached
 
-    return cure_of(answer["address_gone"])
+    if answer["address_gone"]:
+        return [cure_of(answer["address_gone"])]
+    return [cure_of_unreached(answer["address_unreached"])] if answer["address_unreached"] else []
 
 
 def _unit(answer: dict[str, Any]) -> str:

@@ -126,6 +126,11 @@ class Membership:
         return self._prober.awareness
 
     @property
+    def is_unreached(self) -> bool:
+        """Whether members answer our datagrams, and none of theirs comes to where we say that we are."""
+        return self._prober.is_unreached
+
+    @property
     def left_spread(self) -> bool:
         """Whether our leaving was told often enough (or there is nobody to tell)."""
         return self._leaving and (not self._roster.live or not self._news.is_fresh(self.me.id))

@@ -38,6 +38,8 @@ ROUND_TRIP_MAX_S = 4.0
 RELAYED_MAX = 1024
 """Probes under way for others: more are ignored."""
 
+UNPINGED_ROUNDS = 4  # of the slowest prober: who is asked by nobody for longer than these is not reached
+
 _LATE_MAX = 16  # probes given up on whose answers still teach us the round trip
 _NACK_SHARE = 0.8  # of the plain timeout, so that the Nack arrives before the asker's interval ends
 
@@ -107,6 +109,7 @@ class Prober:
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
         self._round_trips: dict[NodeId, RoundTrip] = {}
         self._usual: RoundTrip | None = None  # over all peers: stands in for one never measured
+        self._unpinged = 0  # members that have answered us since one has asked us
 
     @property
     def deadline(self) -> float:
@@ -131,6 +134,11 @@ class Prober:
             self._urgent.append(id)
         if asked is None and not self._was_urgent:
             self._next = min(self._next, now)
+
+    @property
+    def is_unreached(self) -> bool:
+        """Whether members answer, and none asks: each is asked as often as it asks, wherever it is reached."""
+        return self._unpinged > UNPINGED_ROUNDS * (self._timing.awareness_max + 1)
 
     def has_answered(self, id: NodeId) -> bool:
         """Whether this member has answered a probe of ours."""
@@ -162,6 +170,7 @@ class Prober:
         if ping.target != me:
             self._counts["misdirected_pings"] += 1
             return []
+        self._unpinged = 0
         news = self._carry(len(me), ping.sender, source) if self._roster.is_at_home(ping.sender, source) else ()
         return [SendDatagram(source, Ack(ping.seq, me, news))]
 
@@ -185,6 +194,7 @@ class Prober:
             if ack.sender == probe.target:
                 self._rounds.answered(probe.target)
                 self._measure(probe.target, now - probe.sent, in_time=True)
+                self._unpinged += 1
             elif probe.asked is None or ack.sender not in probe.asked:
                 return []
             probe.answered = True

@@ -1,30 +1,36 @@
-"""Does the machine still have the address to which this node is bound? DHCP may give it another at any time.
+"""Can others reach this node at its own address? DHCP may take that from the machine, and a wrong one may be told.
 
-The sockets live on, and the kernel says nothing: to whoever is bound there only the others seem to come and go.
+The sockets live on, and the kernel says nothing: to whoever is bound there only the others seem to come and go. What
+is told of a router or a container may lead nowhere: this node reaches the others, and they alone see that it does not.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Callable
 
 import trio
 
 from peerd.process.logs import LOGGER
-from peerd.transport.ids import is_ip
+from peerd.transport.ids import Address, is_ip, shown
 
 LOOK_EVERY_S = 5.0
 
 
 class OwnAddress:
-    """The `host` of a bound node."""
+    """Of a node that is bound to `host`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, told: Callable[[], Address], is_unreached: Callable[[], bool]) -> None:
+        """`told` is the address that the others know, and `is_unreached` whether nothing comes from them to there."""
         self._host = host
+        self._told = told
+        self._is_unreached = is_unreached
         self.gone = ""  # the host, as long as the machine lacks it
+        self.unreached = ""  # what the others know, as long as it does not lead here
 
     async def run(self) -> None:
-        """Say when it goes, and when it is back. What was never here is of another kind of network: nothing is said."""
+        """Say when it fails, and when it does again. What was never here is of another kind of network: no word."""
         if not is_ip(self._host) or is_lacking(self._host):  # a name would be looked up, while all others wait
             return
         while True:
@@ -35,12 +41,26 @@ class OwnAddress:
             elif self.gone and not lacks:
                 LOGGER.info("this machine has the address %s again: others can reach this node", self._host)
             self.gone = self._host if lacks else ""
+            where = shown(self._told()) if self._is_unreached() else ""
+            if where and not self.unreached:
+                LOGGER.warning("%s", cure_of_unreached(where))
+            elif self.unreached and not where:
+                LOGGER.info("other members reach this node again")
+            self.unreached = where
 
 
 def cure_of(gone: str) -> str:
     """What the user is to know, and to do."""
     bound = f"this machine has the address {gone} no more, to which this node is bound"
     return f"{bound}: others cannot reach it; start it again with --bind ADDRESS"
+
+
+def cure_of_unreached(told: str) -> str:
+    """The same, where what the others are told does not lead to this node."""
+    return (
+        f"no member reaches this node at {told}, as they are told: open that port to TCP and UDP, or start this node "
+        f"again with the right --advertise, or with --relay; peerd doctor --join {told} on another machine tries it"
+    )
 
 
 def is_elsewhere(host: str) -> bool:

@@ -144,6 +144,17 @@ def test_an_address_that_nobody_can_reach_is_refused(machine: Machine, address: 
     assert not list(machine.state.glob("peerd/*"))
 
 
+@pytest.mark.one_run_in(4)
+def test_who_is_reached_by_nobody_where_the_others_are_told_hears_of_it(machine: Machine) -> None:
+    a = machine.start("a")
+    nobody = f"127.0.0.1:{Machine.free_port()}"
+    b = machine.start("b", "--bind", "127.0.0.1:0", "--advertise", nobody, join=a)
+    b.says(f"no member reaches this node at {nobody}, as they are told: open that port to TCP and UDP, or start this")
+    b.eventually(lambda: f"no member reaches this node at {nobody}" in machine.peerd("status", "--name", "b").stdout)
+    assert b.ask("status")["address_unreached"] == nobody
+    assert not a.ask("status")["address_unreached"]
+
+
 def test_nodes_that_nobody_can_dial_train_through_a_relay_and_outlive_its_death(machine: Machine) -> None:
     """Each knows the others by ports of the relay's alone; where they listen is told to nobody."""
     script = machine.script("train.py", TRAIN)

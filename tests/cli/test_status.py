@@ -36,7 +36,7 @@ ANSWER: dict[str, Any] = {
     "joining": [], "no_steps": [], "crash": "",
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
-    "address_gone": "", "relay_lost_s": None, "relayed_for": [], "relayed_bytes": 0,
+    "address_gone": "", "address_unreached": "", "relay_lost_s": None, "relayed_for": [], "relayed_bytes": 0,
     "loop_latency_p99_s": 0.0, "staleness": {},
 }  # fmt: skip
 
@@ -209,6 +209,14 @@ def test_an_address_that_the_machine_has_no_more_is_told(monkeypatch: pytest.Mon
     out = " ".join(CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.split())
     assert "this machine has the address 10.0.1.2 no more, to which this node is bound: others cannot reach it; " in out
     assert "start it again with --bind ADDRESS" in out
+
+
+def test_an_address_at_which_nobody_reaches_the_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {**ANSWER, "address_unreached": "10.0.1.2:7", "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    out = " ".join(CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.split())
+    assert "no member reaches this node at 10.0.1.2:7, as they are told: open that port to TCP and UDP, or " in out
 
 
 @pytest.mark.parametrize("why", ["at step 8706: No space left on device; there is none yet", None])

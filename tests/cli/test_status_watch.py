@@ -29,7 +29,7 @@ def answer(step: int, *, loss: float | None = 0.5, pid: int = 7, **rest: Any) ->
         "name": "a", "phase": "training", "mode": "gossip", "members": {"alive": 2}, "counts": {"exchanges": 3},
         "trainer": {"pid": pid, "step": step, "loss": loss, "metrics": {"accuracy": 0.25}}, "links": [LINK],
         "consensus_distance": 0.01, "bytes_sent": 1000 * step, "bytes_received": 0, "crash": "",
-        "address_gone": "", **rest,
+        "address_gone": "", "address_unreached": "", **rest,
     }  # fmt: skip
 
 

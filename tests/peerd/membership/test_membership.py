@@ -16,6 +16,7 @@ from peerd.membership.core import LAN, WAN, Membership
 from peerd.membership.dissemination import DATAGRAM_BYTES, News, record_bytes
 from peerd.membership.effects import MemberChanged, MembershipEffect, PushPull, SendDatagram
 from peerd.membership.lot import Lot
+from peerd.membership.probing import UNPINGED_ROUNDS
 from peerd.membership.roster import INCARNATION_JUMP, META_BYTES, TABLE_MEMBERS, Roster, order
 from peerd.membership.suspicion import LAST_WORDS_MAX, Suspicions
 from peerd.training.effects import Log
@@ -429,6 +430,22 @@ def test_probing_for_another_passes_the_answer_on_and_says_nack_when_late() -> N
     assert isinstance(ack, Ack)
     assert (back, ack.seq, ack.sender) == (asker, 77, "n0")
     assert not membership.on_datagram(Ack(ping.seq, "n2", ()), where, 0.47), "once"
+
+
+def test_who_is_answered_for_long_and_asked_by_nobody_is_not_reached() -> None:
+    membership, slowest = core(member("n1")), UNPINGED_ROUNDS * (LAN.awareness_max + 1)
+    now = 0.0
+    for asked in ("n0", "n0", "n7"):  # the last is somebody who lived here before
+        for _ in range(slowest):
+            now, ping = first_ping(membership, end=1000.0)
+            membership.on_datagram(Ack(ping.seq, "n1", ()), HERE, now)
+        assert not membership.is_unreached, "the other may be as slow as this"
+        membership.on_datagram(Ping(1, "n1", asked, ()), HERE, now)
+    now, ping = first_ping(membership, end=1000.0)
+    membership.on_datagram(Ack(ping.seq, "n1", ()), HERE, now)
+    assert membership.is_unreached
+    membership.on_datagram(Ping(1, "n1", "n0", ()), HERE, now)
+    assert not membership.is_unreached
 
 
 def test_a_ping_for_who_lived_here_before_is_not_answered() -> None:

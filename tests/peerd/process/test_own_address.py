@@ -20,7 +20,7 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
     caplog.set_level(logging.INFO)
     lacking: set[str] = set()
     monkeypatch.setattr(own_address, "is_lacking", lambda host: host in lacking)
-    address = OwnAddress("10.0.1.2")
+    address = OwnAddress("10.0.1.2", lambda: ("10.0.1.2", 7), lambda: False)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(address.run)
         for gone in ("", "10.0.1.2", "", "10.0.1.2"):
@@ -38,6 +38,23 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
     ]  # fmt: skip
 
 
+@pytest.mark.trio(clock="autojump")
+async def test_it_is_told_once_that_nobody_comes_to_where_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    unreached = False
+    address = OwnAddress("127.0.0.1", lambda: ("192.0.2.9", 7000), lambda: unreached)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(address.run)
+        for unreached in (False, True, False):
+            await trio.sleep(3.5 * LOOK_EVERY_S)
+            assert address.unreached == ("192.0.2.9:7000" if unreached else "")
+        nursery.cancel_scope.cancel()
+    levels, lines = zip(*((record.levelname, record.message) for record in caplog.records), strict=True)
+    assert levels == ("WARNING", "INFO")
+    assert lines[0].startswith("no member reaches this node at 192.0.2.9:7000, as they are told: open that port to TCP")
+    assert lines[1] == "other members reach this node again"
+
+
 @pytest.mark.parametrize(
     ("host", "lacks"),
     [("127.0.0.1", False), ("0.0.0.0", False), (OF_NO_MACHINE, True)],
@@ -51,7 +68,7 @@ def test_what_can_be_bound_is_here(host: str, lacks: bool) -> None:
 async def test_an_address_of_another_kind_of_network_is_not_watched(
     host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    address = OwnAddress(host)
+    address = OwnAddress(host, lambda: (host, 7), lambda: False)
     await address.run()
     assert not address.gone
     assert not caplog.records
