@@ -42,7 +42,7 @@ class CatchUp:
         acquaintances: Acquaintances,
         rng: Random,
         *,
-        has_seeds: bool,
+        seeds: Sequence[Address],
         awaited: Collection[Address],
         awaited_until: float,
     ) -> None:
@@ -51,7 +51,7 @@ class CatchUp:
         self._peers = peers
         self._members = members
         self._acquaintances = acquaintances
-        self._has_seeds = has_seeds
+        self._seeds = seeds
         self._awaited = awaited
         self._awaited_until = awaited_until
         self._news = trio.Event()
@@ -134,7 +134,7 @@ class CatchUp:
         try:
             while True:
                 awaited = self._awaited if trio.current_time() < self._awaited_until else ()
-                match whose_model(self._members(), self._me, has_seeds=self._has_seeds, awaited=awaited):
+                match whose_model(self._members(), self._me, seeds=self._seeds, awaited=awaited):
                     case OwnModel():
                         if trio.current_time() < goes_at and not self._alone():
                             await trio.sleep_until(goes_at)

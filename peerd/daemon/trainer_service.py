@@ -105,7 +105,7 @@ class TrainerService:
         peers.offences.on_refused = self._on_refused
         self._runner = ModeRunner(peers, self._members)
         self._catch_up = CatchUp(
-            me, peers, members, known, rng, has_seeds=bool(settings.seeds), awaited=awaited, awaited_until=awaited_until
+            me, peers, members, known, rng, seeds=settings.seeds, awaited=awaited, awaited_until=awaited_until
         )
         self.plans = PlanFollower(me, settings, self._runner, self._members, self._change_plan, self._tell, signing)
         self._nursery: trio.Nursery | None = None  # while it runs

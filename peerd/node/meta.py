@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgpack
 
 from peerd.protocol import plan as plans
 from peerd.training.model.over import PARTS
-from peerd.transport.ids import Address, NodeId
+from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import AS_STARTED, Member, Plan, State
 
 FIRST = (1 << 63) - 1
@@ -109,9 +109,9 @@ def donors(members: Mapping[NodeId, Member], me: NodeId) -> list[NodeId]:
 
 
 def whose_model(
-    members: Mapping[NodeId, Member], me: NodeId, *, has_seeds: bool, awaited: Collection[Address] = ()
+    members: Mapping[NodeId, Member], me: NodeId, *, seeds: Sequence[Address], awaited: Collection[Address] = ()
 ) -> OwnModel | FetchFrom | WaitFor:
-    """Where a newcomer's model comes from.
+    """Where a newcomer's model comes from, which joins through `seeds`.
 
     A member that has one gives it. While none has, exactly one goes first of those that train: who has begun to go
     first; else who founds a swarm; else who has the checkpoint of the latest step; of equal ones who was started
@@ -122,8 +122,8 @@ def whose_model(
     if givers := donors(members, me):
         start = sum(me.encode()) % len(givers)  # newcomers spread over the donors
         return FetchFrom(tuple(givers[start:] + givers[:start]))
-    if len(live) == 1 and has_seeds:
-        return WaitFor("no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why")
+    if len(live) == 1 and seeds:
+        return WaitFor(f"no node of the swarm has answered yet; peerd doctor --join {shown(seeds[0])} shows why")
     candidates = [id for id, meta in live.items() if meta.expects or id == me]
     if not candidates:
         return WaitFor("this node is leaving")

@@ -147,7 +147,7 @@ class Node:
             partners = {member.id for member in known if member.id != self.id}
             self.trainer = SimulatedTrainer(
                 self, swarm.world, swarm.checkers, swarm.settings, learner, partners,
-                has_seeds=bool(seeds), formed=bool(known), wait_for=wait_for, lie=lie,
+                seeds=seeds, formed=bool(known), wait_for=wait_for, lie=lie,
             )  # fmt: skip
 
     def begin(self) -> None:

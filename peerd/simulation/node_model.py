@@ -24,7 +24,7 @@ from peerd.training.codecs.difference import digest, digest_of_chunks
 from peerd.training.effects import Vector
 from peerd.training.sketch import sketch
 from peerd.transport.errors import PeerError
-from peerd.transport.ids import NodeId
+from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Message, ModelEqual, ModelPromise, ModelRequest, ModelSketch, ModelSnapshot
 
 LOOK_AGAIN_S = 1.0  # how often a newcomer looks whether somebody has a model
@@ -73,13 +73,13 @@ class FirstModel:
         learner: Learner,
         rng: Random,
         *,
-        has_seeds: bool,
+        seeds: Sequence[Address],
         taken: Callable[[Vector | None, int], None],
     ) -> None:
         """`taken` is told the model and its step; None: it goes first, with its own."""
         self._node = node
         self._learner = learner
-        self._has_seeds = has_seeds
+        self._seeds = seeds
         self._taken = taken
         self._choice, self._opinion = DonorChoice(), SecondOpinion(rng)
         self._givers: Sequence[NodeId] = ()
@@ -91,7 +91,7 @@ class FirstModel:
         """Look whose model this node starts from, until it has one."""
         if self._has:
             return
-        match whose_model(self._node.membership.members, self._node.id, has_seeds=self._has_seeds):
+        match whose_model(self._node.membership.members, self._node.id, seeds=self._seeds):
             case OwnModel():
                 self._take(None, 0)
                 return

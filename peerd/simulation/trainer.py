@@ -56,7 +56,7 @@ from peerd.training.model.over import is_over, number_of, parts_of
 from peerd.training.modes import Mode, ModeSettings, class_of, parse_mode
 from peerd.training.modes.gossip import Gossip
 from peerd.training.pairs.reference import PairedReference
-from peerd.transport.ids import NodeId
+from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import (
     AS_STARTED,
     Delta,
@@ -136,7 +136,7 @@ class SimulatedTrainer:
         learner: Learner,
         partners: set[NodeId],
         *,
-        has_seeds: bool,
+        seeds: Sequence[Address],
         formed: bool,
         wait_for: int,
         lie: Lie | None,
@@ -160,7 +160,7 @@ class SimulatedTrainer:
         self._rng = world.rng("node", node.index, node.life)
         self._compute_rng = world.rng("compute", node.index, node.life)
         self._wait_for = wait_for
-        self._about = READY if formed else NodeMeta(expects=True, founder=not has_seeds)
+        self._about = READY if formed else NodeMeta(expects=True, founder=not seeds)
         self._partners = partners
         self._partners_due = False
         self._pending: Vector | None = None  # corrections that the learner has not yet taken
@@ -168,7 +168,7 @@ class SimulatedTrainer:
         self._at_barrier = False
         self._waits_with: float | None = None  # seconds that its gradient took to compute
         rng = world.rng("second opinion", node.index, node.life)
-        self._first = FirstModel(node, learner, rng, has_seeds=has_seeds, taken=self._start_from)
+        self._first = FirstModel(node, learner, rng, seeds=seeds, taken=self._start_from)
         self._began: dict[NodeId, int] = {}
         self._ends = RunEnds()
         self._others = 0  # how far they are in their runs

@@ -297,7 +297,7 @@ def test_a_script_started_by_hand_with_another_model_is_told_why(machine: Machin
 def test_a_trainer_that_dies_while_it_waits_may_come_again(machine: Machine) -> None:
     port = Machine.free_port()
     b = machine.start("b", machine.script("train.py", TRAIN), join=f"127.0.0.1:{port}")
-    b.says("the trainer waits: no node of the swarm has answered yet")
+    b.says(f"the trainer waits: no node of the swarm has answered yet; peerd doctor --join 127.0.0.1:{port} shows why")
     b.says(f"; joining through 127.0.0.1:{port}\n")
     assert "others join with" not in b.log  # they would wait with it
     b.says(f"cannot reach 127.0.0.1:{port}: Connection refused; trying again")

@@ -111,6 +111,6 @@ class Members(Drawn):
         assert (me.host, me.port, me.epoch) == (ROWS[0].host, ROWS[0].port, ROWS[0].epoch)
         partners(members, "a", "m" * 16, self._follower._newest())
         donors(members, "a")
-        whose_model(members, "a", has_seeds=True)
+        whose_model(members, "a", seeds=[("host", 1)])
         table = self._core.table()
         wire.encode(MemberTable(table.sender, table.members[-32:]))

@@ -62,7 +62,7 @@ def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 class Swarm:
     """The members as one node sees them, and what it sends to them."""
 
-    def __init__(self, nursery: trio.Nursery, *, has_seeds: bool, awaited: tuple[Address, ...]) -> None:
+    def __init__(self, nursery: trio.Nursery, *, seeds: tuple[Address, ...], awaited: tuple[Address, ...]) -> None:
         self.nursery = nursery
         self.members: dict[NodeId, Member] = {}
         self.bytes_received = 0
@@ -71,7 +71,7 @@ class Swarm:
         self.on_asked: Callable[[NodeId], None] = lambda _: None
         self.on_sketch_asked: Callable[[NodeId, bytes], None] = lambda peer, seed: None
         until = trio.current_time() + PATIENCE_S
-        restarted = partial(CatchUp, has_seeds=has_seeds, awaited=awaited, awaited_until=until)
+        restarted = partial(CatchUp, seeds=seeds, awaited=awaited, awaited_until=until)
         everybody = Acquaintances("me", Random(1), lambda _: None, sealed=False)
         self.catch_up = restarted("me", self, lambda: dict(self.members), everybody, Random(2))  # type: ignore[arg-type]
         self.member("me")
@@ -109,9 +109,9 @@ class Swarm:
 
 
 @asynccontextmanager
-async def swarm(*, has_seeds: bool = True, awaited: tuple[Address, ...] = ()) -> AsyncIterator[Swarm]:
+async def swarm(*, seeds: tuple[Address, ...] = (FAR,), awaited: tuple[Address, ...] = ()) -> AsyncIterator[Swarm]:
     async with trio.open_nursery() as nursery:
-        yield Swarm(nursery, has_seeds=has_seeds, awaited=awaited)
+        yield Swarm(nursery, seeds=seeds, awaited=awaited)
         nursery.cancel_scope.cancel()
 
 
@@ -123,14 +123,14 @@ async def unfinished(work: Callable[[], Awaitable[T]], for_s: float) -> bool:
 
 
 async def test_a_founder_starts_from_its_own_model() -> None:
-    async with swarm(has_seeds=False) as there:
+    async with swarm(seeds=()) as there:
         assert not await there.fetched()
         assert there.asked == []
 
 
 async def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+    async with swarm(seeds=(), awaited=(FAR,)) as there:
         assert await unfinished(there.fetched, PATIENCE_S - 1)
         assert not await unfinished(there.fetched, 2)
         assert there.asked == []
@@ -143,7 +143,7 @@ async def test_a_founder_asks_those_it_knew_before_and_then_goes_on_alone(caplog
 
 async def test_a_founder_takes_the_model_of_those_it_knew_before(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+    async with swarm(seeds=(), awaited=(FAR,)) as there:
         there.gives("a")
         assert await unfinished(there.fetched, PATIENCE_S - 1)
         there.member("a", ready=True)
@@ -155,7 +155,7 @@ async def test_a_founder_in_company_goes_on_without_those_who_are_still_silent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    async with swarm(has_seeds=False, awaited=(FAR,)) as there:
+    async with swarm(seeds=(), awaited=(FAR,)) as there:
         there.member("me", expects=True, founder=True)
         there.member("a", expects=True)
         assert await unfinished(there.fetched, PATIENCE_S - 1)
@@ -182,7 +182,7 @@ async def test_a_newcomer_waits_until_somebody_has_a_model(caplog: pytest.LogCap
         await there.done.wait()
         assert there.asked == ["a"]
     assert [record.message for record in caplog.records] == [
-        *["the trainer waits: no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why"] * 4,
+        *["the trainer waits: no node of the swarm has answered yet; peerd doctor --join far:1 shows why"] * 4,
         *["the trainer waits: no member has a model yet; node-a goes first"] * 2,
         "the model of step 7 came from node-a",
     ]
@@ -449,7 +449,7 @@ async def test_who_began_alone_and_meets_a_swarm_with_another_model_is_told(
     seen: tuple[str, ...], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Capitals have a model, with a plus another one; with a minus they failed."""
-    async with swarm(has_seeds=False) as there:
+    async with swarm(seeds=()) as there:
         assert not await there.fetched()
         there.member("me", ready=True)
         for one in seen:

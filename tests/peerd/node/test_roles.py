@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.node.meta import FIRST, FOUNDS, FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.transport.ids import Address
 from peerd.transport.messages import Member, State
 from peerd.transport.wire import BYTES_MAX
 
@@ -44,10 +45,10 @@ def trainers(members: dict[str, Member]) -> list[str]:
 @PRINTED
 @given(swarms(not_ready))
 def test_exactly_one_goes_first_while_nobody_is_ready(members: dict[str, Member]) -> None:
-    first = [id for id in trainers(members) if whose_model(members, id, has_seeds=False) == OwnModel()]
+    first = [id for id in trainers(members) if whose_model(members, id, seeds=()) == OwnModel()]
     assert len(first) == (1 if trainers(members) else 0)
     for id in set(trainers(members)) - set(first):
-        decision = whose_model(members, id, has_seeds=False)
+        decision = whose_model(members, id, seeds=())
         assert isinstance(decision, WaitFor)
         assert f"name of {first[0]}" in decision.reason
 
@@ -56,11 +57,11 @@ def test_exactly_one_goes_first_while_nobody_is_ready(members: dict[str, Member]
 @given(swarms(not_ready), st.data())
 def test_whoever_goes_first_stays_first_when_others_stop(members: dict[str, Member], data: st.DataObject) -> None:
     """Only the first itself, going away, makes room for another."""
-    first = [id for id in trainers(members) if whose_model(members, id, has_seeds=False) == OwnModel()]
+    first = [id for id in trainers(members) if whose_model(members, id, seeds=()) == OwnModel()]
     others = [id for id in members if id not in first]
     for id in data.draw(st.sets(st.sampled_from(others)) if others else st.just(set())):
         del members[id]
-    assert all(whose_model(members, id, has_seeds=False) == OwnModel() for id in first)
+    assert all(whose_model(members, id, seeds=()) == OwnModel() for id in first)
 
 
 @PRINTED
@@ -68,7 +69,7 @@ def test_whoever_goes_first_stays_first_when_others_stop(members: dict[str, Memb
 def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[str, Member]) -> None:
     for id in live(members):
         ready = [other for other in live(members) if other != id and NodeMeta.unpack(members[other].meta).ready]
-        decision = whose_model(members, id, has_seeds=True)
+        decision = whose_model(members, id, seeds=[ELSEWHERE])
         assert isinstance(decision, FetchFrom) == bool(ready)
         if isinstance(decision, FetchFrom):
             assert sorted(decision.donors) == sorted(ready) == donors(members, id)
@@ -76,9 +77,9 @@ def test_nobody_starts_from_its_own_model_while_another_has_one(members: dict[st
 
 def test_a_node_with_seeds_does_not_go_first_alone() -> None:
     members = {"a": member("a", NodeMeta(expects=True, founder=True))}
-    assert whose_model(members, "a", has_seeds=False) == OwnModel()
-    assert whose_model(members, "a", has_seeds=True) == WaitFor(
-        "no node of the swarm has answered yet; peerd doctor --join ADDRESS shows why"
+    assert whose_model(members, "a", seeds=()) == OwnModel()
+    assert whose_model(members, "a", seeds=[ELSEWHERE]) == WaitFor(
+        "no node of the swarm has answered yet; peerd doctor --join host:2 shows why"
     )
 
 
@@ -87,12 +88,14 @@ ELSEWHERE = ("host", 2)
 
 
 @PRINTED
-@given(swarms(abouts), st.booleans())
-def test_nobody_goes_first_while_those_known_before_may_answer(members: dict[str, Member], has_seeds: bool) -> None:
+@given(swarms(abouts), st.sampled_from([(), (ELSEWHERE,)]))
+def test_nobody_goes_first_while_those_known_before_may_answer(
+    members: dict[str, Member], seeds: tuple[Address, ...]
+) -> None:
     for id in live(members):
-        before = whose_model(members, id, has_seeds=has_seeds)
-        assert whose_model(members, id, has_seeds=has_seeds, awaited=[WHERE]) == before, "all have answered"
-        waiting = whose_model(members, id, has_seeds=has_seeds, awaited=[WHERE, ELSEWHERE])
+        before = whose_model(members, id, seeds=seeds)
+        assert whose_model(members, id, seeds=seeds, awaited=[WHERE]) == before, "all have answered"
+        waiting = whose_model(members, id, seeds=seeds, awaited=[WHERE, ELSEWHERE])
         if before == OwnModel():
             assert waiting == WaitFor("members known before the restart may still answer")
         else:
@@ -102,14 +105,14 @@ def test_nobody_goes_first_while_those_known_before_may_answer(members: dict[str
 def test_a_failed_member_has_not_answered() -> None:
     me = Member("a", "a", "host", 2, 1, 0, State.ALIVE, "", NodeMeta(expects=True, founder=True).pack())
     members = {"a": me, "b": member("b", NodeMeta(ready=True), State.FAILED)}
-    assert isinstance(whose_model(members, "a", has_seeds=False, awaited=[WHERE]), WaitFor)
-    assert whose_model(members, "a", has_seeds=False) == OwnModel()
+    assert isinstance(whose_model(members, "a", seeds=(), awaited=[WHERE]), WaitFor)
+    assert whose_model(members, "a", seeds=()) == OwnModel()
 
 
 def test_a_founder_goes_before_a_smaller_id() -> None:
     members = {"a": member("a", NodeMeta(expects=True)), "b": member("b", NodeMeta(expects=True, founder=True))}
-    assert whose_model(members, "b", has_seeds=False) == OwnModel()
-    assert isinstance(whose_model(members, "a", has_seeds=True), WaitFor)
+    assert whose_model(members, "b", seeds=()) == OwnModel()
+    assert isinstance(whose_model(members, "a", seeds=[ELSEWHERE]), WaitFor)
 
 
 @PRINTED
@@ -117,19 +120,19 @@ def test_a_founder_goes_before_a_smaller_id() -> None:
 def test_no_later_checkpoint_is_passed_over(members: dict[str, Member]) -> None:
     found = {id: NodeMeta.unpack(members[id].meta) for id in trainers(members)}
     for id in found:
-        if whose_model(members, id, has_seeds=False) == OwnModel():
+        if whose_model(members, id, seeds=()) == OwnModel():
             assert found[id].resumes_at == max(each.resumes_at for each in found.values())
 
 
 def test_whoever_has_the_latest_checkpoint_goes_first_but_for_who_founds_a_swarm() -> None:
     expects = NodeMeta(expects=True, resumes_at=70)
     members = {"a": member("a", replace(expects, founder=True)), "b": member("b", replace(expects, resumes_at=500))}
-    assert whose_model(members, "b", has_seeds=True) == OwnModel()
-    waits = whose_model(members, "a", has_seeds=False)
+    assert whose_model(members, "b", seeds=[ELSEWHERE]) == OwnModel()
+    waits = whose_model(members, "a", seeds=())
     assert waits == WaitFor("no member has a model yet; name of b goes first at step 500")
     members["a"] = member("a", NodeMeta(expects=True, founder=True, resumes_at=FIRST))
-    assert whose_model(members, "a", has_seeds=False) == OwnModel()
-    waits = whose_model(members, "b", has_seeds=True)
+    assert whose_model(members, "a", seeds=()) == OwnModel()
+    waits = whose_model(members, "b", seeds=[ELSEWHERE])
     assert waits == WaitFor("no member has a model yet; name of a goes first")
 
 
@@ -137,7 +140,7 @@ def test_newcomers_spread_over_the_donors() -> None:
     members = {id: member(id, NodeMeta(ready=True)) for id in "abcd"}
     asked = set()
     for newcomer in ("e", "f", "g", "h"):
-        decision = whose_model({**members, newcomer: member(newcomer, NodeMeta())}, newcomer, has_seeds=True)
+        decision = whose_model({**members, newcomer: member(newcomer, NodeMeta())}, newcomer, seeds=[ELSEWHERE])
         assert isinstance(decision, FetchFrom)
         asked.add(decision.donors[0])
     assert asked == set("abcd")
@@ -157,7 +160,7 @@ def test_partners_are_live_ready_and_of_the_same_model(members: dict[str, Member
 def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
     """Asking it brings the refusal that names what differs; skipping it left a newcomer looking for ever."""
     members = {"a": member("a", NodeMeta("x", expects=True)), "b": member("b", NodeMeta("y", ready=True))}
-    assert whose_model(members, "a", has_seeds=True) == FetchFrom(("b",))
+    assert whose_model(members, "a", seeds=[ELSEWHERE]) == FetchFrom(("b",))
     assert donors(members, "a") == ["b"]
     assert not partners(members, "a", "x")
 
