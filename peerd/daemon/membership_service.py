@@ -332,17 +332,17 @@ class MembershipService:
         if failure is None:
             self._said.pop(address, None)
             return
-        if self._said.get(address) != str(failure):
+        there = [one for one in self.membership.members.values() if (one.host, one.port) == address]
+        resident = min(there, key=lambda one: one.state, default=None)  # rather who lives there than who did
+        has_left = resident is not None and resident.state == State.LEFT and not isinstance(failure, Refused)
+        if self._said.get(address) != str(failure) and not has_left:  # nobody need answer where who was there has left
             if len(self._said) >= SAID_MAX:  # addresses come and go with ports that the kernel picks
                 self._said.clear()
             self._said[address] = str(failure)
             if isinstance(failure, Refused):
                 self._refused(address, failure)
             else:
-                there = [one for one in self.membership.members.values() if (one.host, one.port) == address]
-                # rather who lives there than who did
-                who = f"{min(there, key=lambda one: one.state).name}: " if there else ""
-                LOGGER.warning("%s%s; trying again", who, failure)
+                LOGGER.warning("%s%s; trying again", f"{resident.name}: " if resident is not None else "", failure)
         effects = self.membership.on_unreachable(address, trio.current_time())
         await self.perform(effect for effect in effects if not isinstance(effect, Log))  # said above, with the cause
 

@@ -152,6 +152,17 @@ async def test_who_cannot_be_reached_is_named_if_it_is_a_member(caplog: pytest.L
         ]
 
 
+async def test_that_nobody_answers_where_a_member_has_left_is_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    """A node whose others have all left dials for ever where it joined, and may be joined by them again."""
+    async with running() as shell:
+        for state, said in ((State.LEFT, 0), (State.ALIVE, 1)):
+            shell.core.members["c"] = a_member("c", state, 1)
+            await shell.service.perform([PushPull(SUSPECT)])
+            await trio.sleep(2 * DIAL_S)
+            assert len(shell.core.unreachable) == 1 + said
+            assert len(caplog.records) == said
+
+
 async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with running() as shell:
