@@ -158,13 +158,12 @@ def _print_text(answer: dict[str, Any]) -> None:
         ago = trainer["last_step_s_ago"]
         stepped = "" if ago is None or trainer["phase"] != "training" else f"; last step {_seconds(ago)} ago"
         alone = answer["no_partner_s"]
-        met = not answer["links"] or any(link["exchanges"] for link in answer["links"])
-        measured = f"{answer['consensus_distance']:.2%}" if met else "not measured yet: no exchange"
-        distance = f"consensus distance {measured}"
+        distance = answer["consensus_distance"]
+        measured = "not measured yet: no exchange" if distance is None else f"{distance:.2%}"
         echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
         if why := trainer["checkpoint_failed"]:
             echo(f"no checkpoint written {why}")
-        echo(distance if alone is None else f"no partner for {_seconds(alone)}")
+        echo(f"consensus distance {measured}" if alone is None else f"no partner for {_seconds(alone)}")
     if seeds := answer["joining"]:
         echo(f"no member found yet through {', '.join(seeds)}; the log says why")
     if answer["no_steps"]:

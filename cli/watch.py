@@ -82,8 +82,8 @@ def measures(before: dict[str, Any] | None, now: dict[str, Any], passed_s: float
         found["loss"] = trainer["loss"], f"{trainer['loss']:.4f}"
     for key, value in (trainer or {"metrics": {}})["metrics"].items():
         found[printable(key)] = value, f"{value:.4g}"
-    if any(link["exchanges"] for link in now["links"]):
-        found["consensus distance"] = now["consensus_distance"], f"{now['consensus_distance']:.2%}"
+    if (distance := now["consensus_distance"]) is not None:
+        found["consensus distance"] = distance, f"{distance:.2%}"
     if before:
         for word in ("sent", "received"):
             rate = (now[f"bytes_{word}"] - before[f"bytes_{word}"]) / passed_s

@@ -55,7 +55,7 @@ def table(latest: Statuses, unit: str) -> Table:
             str(steps_made(status)),
             "-" if loss is None else f"{loss:.4f}",
             "-" if accuracy is None else f"{accuracy:.2%}",
-            f"{status['consensus_distance']:.2%}",
+            "-" if status["consensus_distance"] is None else f"{status['consensus_distance']:.2%}",
             size(status["bytes_sent"]),
             size(status["bytes_received"]),
             str(status["counts"].get(unit, 0)),

@@ -19,7 +19,7 @@ def draw(path: Path, samples: Sequence[Sample], title: str) -> None:
     panels: list[tuple[str, Callable[[dict[str, Any]], float | None]]] = [
         ("training loss", lambda status: _trainer(status).get("loss")),
         ("test accuracy", lambda status: _trainer(status).get("metrics", {}).get("accuracy")),
-        ("consensus distance / model norm", lambda status: status["consensus_distance"] or None),
+        ("consensus distance / model norm", lambda status: status["consensus_distance"]),
         ("MB sent", lambda status: status["bytes_sent"] / 1e6),
     ]
     began = min((s.seconds for s in samples if _trainer(s.status).get("loss") is not None), default=0.0)

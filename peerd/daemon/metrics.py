@@ -53,8 +53,7 @@ class _Status(Collector):
         status = self._status
         yield self._counter("peerd_sent_bytes", "Bytes written to sockets", status["bytes_sent"])
         yield self._counter("peerd_received_bytes", "Bytes read from sockets", status["bytes_received"])
-        if status.get("no_partner_s") is None:
-            distance = status["consensus_distance"]
+        if (distance := status["consensus_distance"]) is not None and status.get("no_partner_s") is None:
             yield self._gauge("peerd_consensus_distance_ratio", "Distance of models over their norm", distance)
         yield self._gauge(
             "peerd_loop_latency_p99_seconds", "How late the event loop wakes", status["loop_latency_p99_s"]

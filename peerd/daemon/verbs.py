@@ -28,7 +28,7 @@ from peerd.security.certificates import pin_of
 from peerd.security.token import parse_life
 from peerd.settings import parse_address
 from peerd.training.mode_settings import PLANNED, WEIGHTS
-from peerd.training.modes import check_given, class_of, in_full, shown_settings
+from peerd.training.modes import LinkStatus, Mode, check_given, class_of, in_full, shown_settings
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member, Plan, State
@@ -158,7 +158,7 @@ class Verbs:
     async def _status(self, _: dict[str, Any]) -> Answer:
         node = self._node
         model, mode, members = node.model, node.model.mode, node.members()
-        membership = node.view.membership
+        membership, links = node.view.membership, mode.links() if mode else []
         states = [member.state for member in self._who_came().values()]
         names = {id: member.name for id, member in members.items()}
         counts = {
@@ -192,11 +192,9 @@ class Verbs:
             "trainer": _trainer(model.status) if model.status else None,
             "trainer_restarts": max(0, model.attaches - 1),
             "crash": node.crash(),
-            "links": [
-                {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in (mode.links() if mode else [])
-            ],
+            "links": [{**asdict(link), "peer": names.get(link.peer, link.peer)} for link in links],
             "carriers": sorted({carrier for member in members.values() if (carrier := self._carrier_of(member))}),
-            "consensus_distance": mode.consensus_distance if mode else 0.0,
+            "consensus_distance": _distance(mode, links) if mode else None,
             "refused": {names.get(id, id): seconds for id, seconds in self._refused().items()},
             "no_partner_s": node.no_partner_s(),
             "bytes_sent": node.peers.bytes_sent + node.datagrams.bytes_sent,
@@ -387,6 +385,12 @@ class Verbs:
     def _mode_under(self, plan: Plan) -> str:
         """What a plan does, in a word."""
         return "average" if plan.once else in_full(parts(plan.text)[0] or self._node.settings.mode)
+
+
+def _distance(mode: Mode, links: list[LinkStatus]) -> float | None:
+    """Of the models, where one was measured: until then a mode has 0, as where all hold one model."""
+    distance = mode.consensus_distance
+    return distance if distance != 0.0 or any(link.exchanges for link in links) else None
 
 
 def _trainer(status: TrainerStatus) -> dict[str, Any]:

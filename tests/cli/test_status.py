@@ -219,6 +219,21 @@ def test_an_address_at_which_nobody_reaches_the_node_is_told(monkeypatch: pytest
     assert "no member reaches this node at 10.0.1.2:7, as they are told: open that port to TCP and UDP, or " in out
 
 
+@pytest.mark.parametrize(
+    ("distance", "shown"), [(None, "not measured yet: no exchange"), (0.0, "0.00%"), (0.02, "2.00%")]
+)
+def test_a_distance_that_was_not_measured_is_none(
+    monkeypatch: pytest.MonkeyPatch, distance: float | None, shown: str
+) -> None:
+    trainer = {
+        "phase": "training", "step": 8, "loss": None, "metrics": {}, "last_step_s_ago": None, "checkpoint_failed": None,
+    }  # fmt: skip
+    answer = {**ANSWER, "trainer": trainer, "consensus_distance": distance, "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    assert f"consensus distance {shown}\n" in CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+
+
 @pytest.mark.parametrize("why", ["at step 8706: No space left on device; there is none yet", None])
 def test_a_checkpoint_that_is_not_written_is_told(monkeypatch: pytest.MonkeyPatch, why: str | None) -> None:
     trainer = {

@@ -61,7 +61,7 @@ def test_what_is_measured_between_two_looks() -> None:
     assert found["sent a second"][1] == "15.00 kB"
     assert list(measures(None, first, 1.0)) == ["loss", "accuracy", "consensus distance"]
     assert "steps a second" not in measures(first, answer(40, pid=8), 2.0), "another trainer's steps are no progress"
-    assert list(measures(None, {**first, "trainer": None, "links": []}, 1.0)) == []
+    assert list(measures(None, {**first, "trainer": None, "consensus_distance": None}, 1.0)) == []
 
 
 @pytest.fixture

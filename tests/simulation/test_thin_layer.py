@@ -58,6 +58,26 @@ def test_a_swarm_joins_through_one_node_trains_and_agrees(seed: int, names: str)
     check_that_they_agree(simulate(seed, scenario))
 
 
+def test_how_far_the_models_are_apart_is_known_once_two_have_exchanged() -> None:
+    async def scenario(swarm: Swarm) -> list[float | None]:
+        async def told() -> float | None:
+            found: float | None = (await swarm.nodes["a"].ask("status"))["consensus_distance"]
+            return found
+
+        await swarm.start("a", steps=200, wait_for=2)
+        seen = [await told()]
+        await trio.sleep(10)
+        seen.append(await told())
+        await swarm.start("b", steps=200, wait_for=2)
+        await swarm.finish()
+        return [*seen, await told()]
+
+    waiting, still_waiting, measured = simulate(1, scenario)
+    assert (waiting, still_waiting) == (None, None)
+    assert measured is not None
+    assert 0 < measured < 1
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_crashed_node_is_noticed_and_comes_back_to_the_swarms_model(seed: int) -> None:
     async def scenario(swarm: Swarm) -> dict[str, Model]:

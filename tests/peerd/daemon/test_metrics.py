@@ -42,7 +42,8 @@ def test_a_node_without_a_trainer() -> None:
     assert found["peerd_received_bytes_total", ()] == 20
     assert found["peerd_consensus_distance_ratio", ()] == 0.25
     assert ("peerd_steps_total", ()) not in found
-    assert ("peerd_consensus_distance_ratio", ()) not in samples(exposition(status(no_partner_s=1.0)))
+    for lacks in ({"no_partner_s": 1.0}, {"consensus_distance": None}):
+        assert ("peerd_consensus_distance_ratio", ()) not in samples(exposition(status(**lacks)))
 
 
 def test_members_are_counted_by_state() -> None:
