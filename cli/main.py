@@ -161,6 +161,12 @@ def run() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds of it
         _fail(f"cannot write the answer: {error.strerror}")
+    except Exception as error:
+        from peerd.daemon.cures import told_of_own
+
+        if (told := told_of_own(error)) is None:
+            raise
+        _fail(told)
 
 
 def _fail(error: BaseException | str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import trio
 
+from peerd.daemon.cures import told_of_own
 from peerd.local.local_socket import NodeStarts, check_private, credentials, pack, process_fields, running_nodes, take
 from peerd.process.logs import LOGGER
 from peerd.transport.errors import UserError
@@ -232,6 +233,8 @@ async def _answer(verbs: dict[str, Verb], message: dict[str, Any]) -> Answer:
     except UserError as error:
         return {"error": str(error)}
     except Exception as error:  # a bug in a question must not end the training that it asks about
+        if (told := told_of_own(error)) is not None:
+            return {"error": told}
         LOGGER.exception("the verb %s failed", message["kind"])
         return {"error": f"the daemon failed to answer: {error!r}; its log has the details"}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from peerd.training.mode_settings import ALIKE_AT_START, OPTIONS, ModeSettings
 from peerd.training.modes import MODES, alike_at_start, check_given, check_options
-from peerd.training.modes.own_mode import as_told
+from peerd.training.modes.own_mode import as_told, whose
 from peerd.transport.hello import Refused
 
 BUFFERS_NAMED_MAX = 4  # in one line
@@ -36,6 +37,14 @@ ONE_AFTER_THE_OTHER = (
     "attach all that a script trains at once, before it is frozen: several models go in one attach([a, b], "
     "[optimizer_a, optimizer_b])"
 )
+
+
+def told_of_own(error: Exception) -> str | None:
+    """The one line of what comes from the user's own mode: whose code fails, and where; None: it comes from no such."""
+    if (own := whose(error)) is None:
+        return None
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    return f"{own}, line {lines[-1]}, fails with {type(error).__name__}: {error}"
 
 
 def cured(failure: Exception, *, joins: bool = False) -> str:

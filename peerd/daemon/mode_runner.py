@@ -13,6 +13,7 @@ import numpy.typing as npt
 import trio
 
 from peerd.daemon.compute_thread import ComputeThread
+from peerd.daemon.cures import told_of_own
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_session import TrainerPhase, TrainerSession
 from peerd.node.core import (
@@ -56,7 +57,6 @@ from peerd.training.mode_core import (
     TrainerLost,
 )
 from peerd.training.mode_settings import ModeSettings
-from peerd.training.modes.own_mode import whose
 from peerd.training.room import is_large
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
@@ -143,9 +143,9 @@ class ModeRunner:
         try:
             await self.compute.call(ModeBegins(plan, alive, lambda values: make(me, layout, rng, settings, values)))
         except Exception as error:
-            if (own := whose(error)) is None or isinstance(error, UserError):
+            if isinstance(error, UserError) or (told := told_of_own(error)) is None:
                 raise
-            raise UserError(f"{own} fails with {type(error).__name__}: {error}") from None
+            raise UserError(told) from None
 
     async def wind_up(self) -> None:
         """Have the mode begin nothing new, and wait for the end of what is under way, if that comes soon."""

@@ -9,12 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_modes as contract
+import trio
 
+from peerd.daemon import control
 from peerd.daemon.offences import Offences
-from peerd.settings import load
+from peerd.settings import load, planned
 from peerd.training.modes import MODES, parse_mode
 from peerd.training.modes.own_mode import adopted, as_told
 from peerd.transport.errors import UserError
@@ -110,6 +113,53 @@ def test_what_cannot_be_loaded_is_one_line(file: Path, row: contract.Row, tmp_pa
     with pytest.raises(UserError, match=says) as refused:
         adopted(text.format(file=file, broken=broken, taken=taken))
     assert "\n" not in str(refused.value)
+
+
+RAISES = """
+from peerd.training.modes.gossip import Gossip
+
+class Odd(Gossip):
+    NAME, ARGUMENT = "odd", "N"
+
+    @classmethod
+    def of(cls, argument):
+        return super().of("")
+
+    @classmethod
+    def check(cls, argument, told):
+        if argument != "1":
+            {}[argument]
+"""
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """A mode whose own check fails, and what is to be said of it."""
+    file = tmp_path / "odd.py"
+    file.write_text(RAISES)
+    yield f"{file}:Odd", f"{file}, line 14, fails with KeyError: '2'"
+    MODES.pop("odd", None)
+
+
+@pytest.mark.parametrize("verb", [["start", "--bind", "127.0.0.1:0"], ["simulate", "--peers", "2"]])
+def test_what_its_check_raises_is_one_line_that_says_where(odd: tuple[str, str], verb: list[str]) -> None:
+    command = [sys.executable, "-m", "peerd.cli.main", *verb, "--mode", f"{odd[0]}:2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, f"peerd: {odd[1]}\n")
+
+
+@pytest.mark.trio
+async def test_what_its_check_raises_is_what_a_verb_answers(
+    odd: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    started = load({"mode": f"{odd[0]}:1"}, {}, None)
+
+    async def mode_set(_: dict[str, Any]) -> dict[str, Any]:
+        await trio.lowlevel.checkpoint()
+        return {"mode": planned(started, "odd:2").mode}
+
+    assert await control._answer({"mode_set": mode_set}, {"kind": "mode_set"}) == {"error": odd[1]}
+    assert not caplog.records
 
 
 def test_the_simulator_runs_it_and_says_how_to_run_it_again(file: Path, tmp_path: Path) -> None:

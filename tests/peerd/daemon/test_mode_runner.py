@@ -643,18 +643,18 @@ async def begin(it: There, plan: Plan = PLAN) -> Busy:
     return made
 
 
-@pytest.mark.parametrize("file", ["own.py", None])
+@pytest.mark.parametrize("line", ["own.py, line 7, fails", None])
 async def test_a_mode_of_the_users_that_cannot_begin_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, file: str | None
+    monkeypatch: pytest.MonkeyPatch, line: str | None
 ) -> None:
     def fails(*_: Any) -> Any:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(mode_runner, "whose", lambda error: file)
+    monkeypatch.setattr(mode_runner, "told_of_own", lambda error: line)
     async with there() as it:
-        with pytest.raises(UserError if file else RuntimeError) as told:
+        with pytest.raises(UserError if line else RuntimeError) as told:
             await it.runner.begin(PLAN, frozenset("ab"), fails, "me", LAYOUT, random.Random(1), ModeSettings())
-        assert str(told.value) == ("own.py fails with RuntimeError: no such thing" if file else "no such thing")
+        assert str(told.value) == (line or "no such thing")
 
 
 async def test_each_mode_hears_only_what_was_meant_for_it() -> None:
