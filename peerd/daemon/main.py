@@ -249,7 +249,7 @@ def _attach_hook(daemon: Daemon, supervisor: Supervisor | None) -> Attach:
         if supervisor is None:
             await daemon.model.attach(connection, message)
             return
-        supervisor.attached = True
+        supervisor.note_attach()
         await daemon.model.attach(connection, message, lambda: supervisor.runs, supervisor.note_unfit)
 
     return attach
@@ -260,7 +260,7 @@ def _refusal_hook(supervisor: Supervisor | None) -> Verb:
 
     async def refused(message: dict[str, Any]) -> dict[str, Any]:
         if supervisor is not None and message.get("daemon") == str(os.getpid()):  # not of one that is run by hand
-            supervisor.attached = supervisor.refused = True
+            supervisor.note_refused()
         return {}
 
     return refused

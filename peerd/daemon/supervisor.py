@@ -42,9 +42,8 @@ class Supervisor:
         """`command` as given to `peerd start`. Raises UserError when there is no such script."""
         self.command = _argv(command)
         self.name = Path(command[0]).name
-        self.attached = False  # the session sets it: the script got as far as peerd.attach
-        self.refused = False  # and by this, that peerd.attach itself did not take what the script gave
-        self._unfit = False
+        self.attached = False  # the script got as far as peerd.attach
+        self._refused = self._unfit = False  # what it gave last was not taken: by peerd.attach itself, by this node
         self.stopping = False
         self.runs = True  # the script, or it is about to be started (again)
         self.crash = ""  # how the script died last, how often of late, and when it is started again
@@ -61,7 +60,7 @@ class Supervisor:
         crashes: deque[float] = deque()
         hopeless: int | None = None  # the exit code of a script that has just failed before its first step
         while not self.stopping:
-            before, self.refused, self._unfit = status(), False, False
+            before, self._refused, self._unfit = status(), False, False
             code = await self._run_once()
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
@@ -81,7 +80,7 @@ class Supervisor:
                 raise UserError(f"{self.name} {how} before peerd.attach was done; {OUTPUT_ABOVE}")
             fruitless = code > 0 and (after is None or not after.has_stepped)
             # what peerd.attach itself refuses after a life that has trained may be for want of memory: that comes again
-            if fruitless and (self._unfit or (self.refused and found is None)):
+            if fruitless and (self._unfit or (self._refused and found is None)):
                 raise UserError(f"{self.name} {how}: peerd.attach did not take what it gave; {OUTPUT_ABOVE}")
             if fruitless and code == hopeless:
                 raise UserError(f"{self.name} {how} twice before its first step: giving up; {OUTPUT_ABOVE}")
@@ -98,6 +97,14 @@ class Supervisor:
             self.crash = f"{self.name} {how}{times}; it is started again, after {delay:.0f} s"
             LOGGER.warning("%s %s; starting it again in %.0f s", self.name, how, delay)
             await trio.sleep(delay)
+
+    def note_attach(self) -> None:
+        """The script comes with a model; what it came with before in this life, and was not taken, is past."""
+        self.attached, self._refused, self._unfit = True, False, False
+
+    def note_refused(self) -> None:
+        """The script came to peerd.attach, which itself did not take what it gave."""
+        self.attached = self._refused = True
 
     def note_unfit(self) -> None:
         """This node will not have the script's model, whenever it comes."""

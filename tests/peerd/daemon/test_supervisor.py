@@ -135,7 +135,7 @@ async def test_what_peerd_attach_did_not_take_is_not_given_again(folder: Path, t
     last = TrainerStatus(1, step=9, phase=TrainerPhase.GONE, began=1.0) if trained else None
 
     def refused() -> TrainerStatus | None:
-        made.refused = True
+        made.note_refused()
         return last
 
     with pytest.raises(UserError, match="twice" if trained else "^sh exited with code 1: peerd.attach did not take"):
@@ -155,6 +155,21 @@ async def test_a_model_that_this_node_will_not_have_is_not_given_again(folder: P
     with pytest.raises(UserError, match=r"^sh exited with code 1: peerd\.attach did not take what it gave"):
         await made.run(refused)
     assert starts(folder) == 1
+
+
+@pytest.mark.parametrize("refusal", [Supervisor.note_refused, Supervisor.note_unfit])
+async def test_a_refusal_after_which_a_script_has_come_again_counts_no_more(
+    folder: Path, refusal: Callable[[Supervisor], None]
+) -> None:
+    made = shell(folder, COUNT + "exit 1")
+
+    def refused_then_taken() -> None:
+        refusal(made)
+        made.note_attach()
+
+    with pytest.raises(UserError, match="twice before its first step"):
+        await made.run(refused_then_taken)
+    assert starts(folder) == 2
 
 
 @pytest.mark.parametrize("end", ["kill -9 $$", 'exit $(wc -l < "$FOLDER/starts")'], ids=["killed", "another code"])
