@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, Interrupted, interrupts_end_at_once
+from peerd.cli.misuse import FAILED_CODE, UsageError, misused
 from peerd.cli.number_options import take_plain_numbers
-from peerd.cli.whose_option import UsageError, continued
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
 
@@ -27,7 +27,6 @@ VERBS = {
 }  # fmt: skip
 """In which module of this package each is: a node that starts need not import the demo."""
 
-FAILED_CODE = 1  # of a mistake that typer found, too, where it would say 2: nobody who types it knows which one did
 TABLE = "\b\n"  # click's mark of a paragraph that keeps its lines; typer would show it as an empty one
 
 
@@ -72,14 +71,14 @@ class Verbs(TyperGroup):
             try:
                 return super().make_context(*arguments, **named)
             except UsageError as error:
-                raise _misused(error, "peerd") from None
+                raise misused(error, "peerd") from None
 
     def invoke(self, ctx: Any) -> Any:
         """Run the one that was typed."""
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            raise _misused(error, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()) from None
+            raise misused(error, f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()) from None
         except KeyboardInterrupt:
             say("interrupted")
             raise typer.Exit(INTERRUPTED_CODE) from None
@@ -93,17 +92,6 @@ def _unwrap_help(command: Any) -> None:
     command.help = "\n\n".join(
         one.removeprefix(TABLE) if one.startswith(TABLE) else one.replace("\n", " ") for one in paragraphs
     )
-
-
-def _misused(error: Any, typed: str) -> Exception:
-    """`typed`: which command was, where the error does not know."""
-    said, path = error.format_message().rstrip("."), error.ctx.command_path if error.ctx is not None else typed
-    if not said or "\n" in said:  # the help, of who typed no verb
-        error.exit_code = FAILED_CODE
-        own: Exception = error
-        return own
-    say(continued(said, f"{path} -h lists what there is"))
-    return typer.Exit(FAILED_CODE)
 
 
 app = typer.Typer(

@@ -12,16 +12,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from peerd.cli.misuse import UsageError, continued
 from peerd.transport.errors import UserError, WrongSetting
 
 NEIGHBOURS = ("--join", "--token", "--bind", "--advertise", "--relay", "--name")  # without them it would train alone
 NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
-UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
-
-
-def continued(said: str, more: str) -> str:
-    """One line of two; a question ends by itself."""
-    return f"{said}{'' if said.endswith('?') else ';'} {more}"
 
 
 class ScriptStarter(TyperCommand):
