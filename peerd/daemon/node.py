@@ -59,7 +59,8 @@ SCRIPT_ENDS = "the script's end"
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
 PUT_OUT = ("revoked", "issuer")  # what ends a node that was in the swarm is the statement beside it
 ALERTS = (*PUT_OUT, "certificate", "authority", "encryption")  # said before a handshake is over: by anybody
-ANOTHER_SWARM = ("protocol", "swarm", "run", "authority")  # where a refusal names one of these, none of ours listens
+THEIR_SWARM = ("swarm", "run")  # what a member never refuses: another node has its address now
+ANOTHER_SWARM = ("protocol", *THEIR_SWARM, "authority")  # where a refusal names one of these, none of ours listens
 
 
 class Daemon:
@@ -295,6 +296,9 @@ class Daemon:
         self._hear_proof(refusal)
         if refusal.field in PUT_OUT:
             LOGGER.warning("%s", cured(refusal))
+            return
+        if refusal.field in THEIR_SWARM:
+            LOGGER.warning("%s; a member listened there, and does no more", refusal)
             return
         self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
 

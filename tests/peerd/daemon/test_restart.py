@@ -391,6 +391,24 @@ def test_a_word_that_anybody_can_say_ends_no_node_that_was_started_again() -> No
     simulate(1, scenario)
 
 
+@pytest.mark.parametrize("field", ["swarm", "run"])
+def test_where_a_member_was_another_swarms_node_ends_nobody_and_asks_for_no_join(
+    field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        await crash(swarm, "ab")
+        await swarm.nodes["b"].start(STEPS)
+        daemon = swarm.nodes["b"].daemon
+        daemon._on_refused_by_peer("a", Refused("a refused this node", Refuse(field, "theirs", "ours")))
+        assert daemon.model.fatal is None
+
+    simulate(1, scenario)
+    assert "a refused this node; a member listened there, and does no more" in caplog.messages
+
+
 def test_a_node_started_again_with_another_mode_ends_with_a_line() -> None:
     """Its members say so over connections that have proved who they are."""
 
