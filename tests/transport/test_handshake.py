@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
@@ -22,6 +23,7 @@ from peerd.transport.framing import frames
 from peerd.transport.hello import Refused, answer, greet
 from peerd.transport.messages import Hello, LinkClosed, Welcome
 from peerd.transport.secure.credentials import STRANGER, Credentials
+from peerd.transport.secure.handshake import shake_hands
 from peerd.transport.tcp import TcpTransport
 
 pytestmark = pytest.mark.trio(limit_s=30)
@@ -112,6 +114,20 @@ async def test_who_dials_is_not_to_blame_for_what_the_listener_lacks() -> None:
     async with meeting(TestCredentials(OURS), Exhausted(OURS)) as met:
         assert [type(error) for error in met.errors] == [ConnectionLost, ConnectionLost]
         assert met.said[1].endswith("no handshake, for this node lacks what it takes (Too many open files)")
+
+
+class Broken(TestCredentials):
+    """A node's whose key is not that of its certificate."""
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        raise ssl.SSLError(1, "key values mismatch")
+
+
+async def test_what_is_wrong_with_our_own_certificate_is_no_lack_that_passes() -> None:
+    """Who listens says nothing of a connection that is lost: it would let nobody in, and its log had no word."""
+    nobody: Any = None
+    with pytest.raises(ssl.SSLError, match="key values mismatch"):
+        await shake_hands(nobody, "there", Broken(OURS), dialled=False)
 
 
 class Late(TestCredentials):

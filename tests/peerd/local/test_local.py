@@ -238,6 +238,22 @@ async def test_an_answer_may_take_its_time(runtime: Path, monkeypatch: Any) -> N
     await serving(path, lambda: request(path, "slow"))
 
 
+async def test_an_answer_is_awaited_where_no_descriptor_is_left_to_see_whether_one_comes(
+    runtime: Path, monkeypatch: Any
+) -> None:
+    looks = []
+
+    def lacks(pid: int) -> list[bytes]:
+        looks.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(local_socket, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(local_socket, "process_fields", lacks)
+    path = socket_path("node")
+    await serving(path, lambda: request(path, "slow"))
+    assert looks
+
+
 # ------------------------------------------------------------------------------------------- both ends, in one process
 
 
