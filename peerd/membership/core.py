@@ -501,7 +501,7 @@ class Membership:
                 self._exchange.visit(address(self._roster.rows[teller]), now)
             return
         self.counts["refutations"] += 1
-        self._prober.adjust_awareness(+1)
+        self._prober.accused()
         self._speak(replace(me, incarnation=record.incarnation + 1), now)
         if record.state >= State.FAILED and not self._leaving:
             who = name_of(record.accuser, self._roster.rows)

@@ -109,7 +109,7 @@ class Prober:
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
         self._round_trips: dict[NodeId, RoundTrip] = {}
         self._usual: RoundTrip | None = None  # over all peers: stands in for one never measured
-        self._unpinged = 0  # members that have answered us since one has asked us
+        self._unpinged, self._is_accused = 0, False  # since a member has asked us: those that answered us; wrongly
 
     @property
     def deadline(self) -> float:
@@ -122,6 +122,11 @@ class Prober:
     def adjust_awareness(self, change: int) -> None:
         """Move the local health score: up means worse."""
         self.awareness = min(self._timing.awareness_max, max(0, self.awareness + change))
+
+    def accused(self) -> None:
+        """Others took us for dead: we may be late."""
+        self._is_accused = True
+        self.adjust_awareness(+1)
 
     def welcome(self, id: NodeId) -> None:
         """A member entered, or has proved itself: it is probed soon."""
@@ -137,8 +142,8 @@ class Prober:
 
     @property
     def is_unreached(self) -> bool:
-        """Whether members answer, and none asks: each is asked as often as it asks, wherever it is reached."""
-        return self._unpinged > UNPINGED_ROUNDS * (self._timing.awareness_max + 1)
+        """Whether members answer, and none comes to ask, though one took us for dead: that asked us in vain."""
+        return self._is_accused and self._unpinged > UNPINGED_ROUNDS * (self._timing.awareness_max + 1)
 
     def has_answered(self, id: NodeId) -> bool:
         """Whether this member has answered a probe of ours."""
@@ -170,7 +175,7 @@ class Prober:
         if ping.target != me:
             self._counts["misdirected_pings"] += 1
             return []
-        self._unpinged = 0
+        self._unpinged, self._is_accused = 0, False
         news = self._carry(len(me), ping.sender, source) if self._roster.is_at_home(ping.sender, source) else ()
         return [SendDatagram(source, Ack(ping.seq, me, news))]
 

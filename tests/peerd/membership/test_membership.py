@@ -435,17 +435,32 @@ def test_probing_for_another_passes_the_answer_on_and_says_nack_when_late() -> N
 def test_who_is_answered_for_long_and_asked_by_nobody_is_not_reached() -> None:
     membership, slowest = core(member("n1")), UNPINGED_ROUNDS * (LAN.awareness_max + 1)
     now = 0.0
-    for asked in ("n0", "n0", "n7"):  # the last is somebody who lived here before
-        for _ in range(slowest):
+
+    def answered(times: int) -> None:
+        nonlocal now
+        for _ in range(times):
             now, ping = first_ping(membership, end=1000.0)
             membership.on_datagram(Ack(ping.seq, "n1", ()), HERE, now)
-        assert not membership.is_unreached, "the other may be as slow as this"
+
+    def accused() -> None:
+        hear(membership, replace(membership.me, state=State.SUSPECT, accuser="n1"), now=now)
+
+    def is_reached() -> bool:
+        return not membership.is_unreached
+
+    for asked in ("n0", "n0", "n7"):  # the last is somebody who lived here before
+        accused()
+        answered(slowest)
+        assert is_reached(), "the other may be as slow as this"
         membership.on_datagram(Ping(1, "n1", asked, ()), HERE, now)
-    now, ping = first_ping(membership, end=1000.0)
-    membership.on_datagram(Ack(ping.seq, "n1", ()), HERE, now)
-    assert membership.is_unreached
+    answered(1)
+    assert not is_reached()
     membership.on_datagram(Ping(1, "n1", "n0", ()), HERE, now)
-    assert not membership.is_unreached
+    assert is_reached()
+    answered(3 * slowest)
+    assert is_reached(), "one that stands still again and again asks nobody, nor accuses anybody"
+    accused()
+    assert not is_reached()
 
 
 def test_a_ping_for_who_lived_here_before_is_not_answered() -> None:
