@@ -109,7 +109,8 @@ class Prober:
         self._late: OrderedDict[int, tuple[NodeId, float]] = OrderedDict()
         self._round_trips: dict[NodeId, RoundTrip] = {}
         self._usual: RoundTrip | None = None  # over all peers: stands in for one never measured
-        self._unpinged, self._is_accused = 0, False  # since a member has asked us: those that answered us; wrongly
+        self._unpinged = 0  # answers to us since a member has asked us
+        self._is_accused = False  # of being dead, since then
 
     @property
     def deadline(self) -> float:

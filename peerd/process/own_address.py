@@ -1,7 +1,7 @@
 """Can others reach this node at its own address? DHCP may take that from the machine, and a wrong one may be told.
 
-The sockets live on, and the kernel says nothing: to whoever is bound there only the others seem to come and go. What
-is told of a router or a container may lead nowhere: this node reaches the others, and they alone see that it does not.
+The sockets live on, and the kernel says nothing: to whoever is bound there only the others seem to come and go. An
+address of a router or a container may lead nowhere: this node reaches the others, who alone see that they do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OwnAddress:
         self.unreached = ""  # what the others know, as long as it does not lead here
 
     async def run(self) -> None:
-        """Say when it fails, and when it does again. What was never here is of another kind of network: no word."""
+        """Say when it does not serve, and when it does again; what was never here is of another kind of network."""
         if not is_ip(self._host) or is_lacking(self._host):  # a name would be looked up, while all others wait
             return
         while True:
