@@ -51,7 +51,7 @@ from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.trainer.states import require_state
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
-from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.gradients import FlatGradients, require_dense
 from peerd.training.model.optimizer_state import OptimizerState
 from peerd.training.model.transfers import pin, unpin, wait_for
 from peerd.training.model.watch import ChangeWatch
@@ -124,6 +124,8 @@ class Session:
                 self.flat = ShardedModel(model, optimizer, ranks, exclude)
             else:
                 self.flat = FlatModel(model, optimizer, exclude)
+                if self._exchanges:  # before a step: what fails in one is started again
+                    require_dense(model, self.flat.pieces)
                 if shares_optimizer:
                     self._states = OptimizerState(optimizer, self.flat.pieces)
                     self.flat.share_states(self._states.tensors)

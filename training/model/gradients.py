@@ -6,13 +6,24 @@ flag for each tensor of parameters, 1 where a gradient came to it. Everything is
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import torch
+from torch import nn
 
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.pieces import Piece
 from peerd.training.model.transfers import fetch, sent, wait_for
+
+_SPARSE = "the gradient of {} is sparse: make it with sparse=False, or exchange weights"
+
+
+def require_dense(model: nn.Module, pieces: Iterable[Piece]) -> None:
+    """Raises ValueError: a layer of torch's that gives a sparse gradient to one of `pieces`, as its options say."""
+    names = {id(piece.held): piece.name for piece in pieces}
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse and id(layer.weight) in names:
+            raise ValueError(_SPARSE.format(names[id(layer.weight)]))
 
 
 class FlatGradients:
@@ -41,7 +52,7 @@ class FlatGradients:
                 part.zero_()
                 continue
             if gradient.layout != torch.strided:
-                raise ValueError(f"the gradient of {piece.name} is sparse: make it with sparse=False")
+                raise ValueError(_SPARSE.format(piece.name))
             flags[index] = 1.0
             fetch(gradient, part.view(gradient.shape))
         for piece in self._flat.buffers:

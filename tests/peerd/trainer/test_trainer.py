@@ -622,6 +622,30 @@ def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchang
     with_daemon(path, script, verbs={"exchange": asked, "refused": refused})
 
 
+def test_sparse_gradients_are_refused_before_a_step_where_they_would_be_exchanged(path: Path) -> None:
+    """The first backward pass ended the script, which the daemon started again, to the same end."""
+    refusals = []
+
+    async def asked(_: dict[str, Any]) -> dict[str, Any]:
+        return {"exchange": "gradients", "optimizer": False}
+
+    async def refused(message: dict[str, Any]) -> dict[str, Any]:
+        refusals.append(message)
+        return {}
+
+    def script() -> None:
+        model = nn.ModuleDict({"words": nn.Embedding(9, 2, sparse=True), "bag": nn.EmbeddingBag(9, 2)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SystemExit, match=r"the gradient of words\.weight is sparse: make it with sparse=False"):
+            peerd.attach(model, optimizer)
+        peerd.attach(model, optimizer, exclude=["words.*"])._close()
+
+    with_daemon(
+        path, script, verbs={"exchange": asked, "refused": refused}, mode="hardsync", exchange="gradients"
+    )
+    assert len(refusals) == 1
+
+
 @pytest.mark.parametrize("by_steps", [True, False])
 def test_a_run_that_ends_before_its_last_step_says_why_once(
     path: Path, capfd: pytest.CaptureFixture[str], by_steps: bool
