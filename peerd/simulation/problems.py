@@ -324,6 +324,12 @@ def scores_of(models: Sequence[Vector], score: Callable[[Vector], dict[str, floa
     }
 
 
+def is_of_use(model: Vector) -> bool:
+    """Whether its squared norm is a number to float32, in which real nodes train; simulated ones may use float64."""
+    exact = np.asarray(model, dtype=np.float64)
+    return bool(exact @ exact <= np.finfo(np.float32).max)
+
+
 def mean_and_distance(models: Sequence[Vector]) -> tuple[Vector, float]:
     """The averaged model, and the root mean square distance from it over its norm; nan of models that diverged."""
     stacked = np.asarray(models, dtype=np.float64)

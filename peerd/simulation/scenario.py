@@ -20,7 +20,7 @@ from peerd.simulation.faults import calm_after_s, inject_faults, parse_faults
 from peerd.simulation.network import PROFILES, Topology, read_topology, uniform
 from peerd.simulation.options import OF_TRAINING, Scenario
 from peerd.simulation.outcome import Outcome, Sample, columns, staleness_figures
-from peerd.simulation.problems import BytesOnly, Problem, Quadratic, mean_and_distance
+from peerd.simulation.problems import BytesOnly, Problem, Quadratic, is_of_use, mean_and_distance
 from peerd.simulation.swarm import STOP_ASKED_EVERY_S, Swarm
 from peerd.simulation.teacher import NAME as TEACHER
 from peerd.simulation.teacher import Teacher
@@ -156,8 +156,7 @@ class _Run:
         if models and self.problem is not None:
             mean, figures["consensus_distance"] = mean_and_distance(models)
             figures |= self.problem.score(models)
-            finite = all(bool(np.isfinite(model).all()) for model in models)
-            figures["diverged"] = not finite or not math.isfinite(figures.get("loss", 0.0))
+            figures["diverged"] = not (all(map(is_of_use, models)) and math.isfinite(figures.get("loss", 0.0)))
             self.mean = mean
             if class_of(self.scenario.mode).KEEPS_LINKS:
                 figures["mean_bias"] = swarm.mean_bias()

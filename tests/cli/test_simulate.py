@@ -72,9 +72,16 @@ def test_digits_train_in_virtual_time() -> None:
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("mode", ["gossip", "elastic", "push-sum", "noloco", "allreduce", "diloco"])
-def test_a_run_that_diverges_ends_and_says_so(mode: str) -> None:
-    words = ("--peers", "3", "--steps", "40", "--compute", "fixed:0.1", "--faults", "none", "--mode", mode)
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--mode", mode] for mode in ("gossip", "elastic", "push-sum", "noloco", "allreduce", "diloco")),
+        *(["--mode", mode] for mode in ("hardsync", "softsync:2")),
+        *(["--mode", mode, "--exchange", "gradients"] for mode in ("allreduce", "hardsync", "softsync:2")),
+    ],
+)
+def test_a_run_that_diverges_ends_and_says_so(words: list[str]) -> None:
+    words = ["--peers", "3", "--steps", "40", "--compute", "fixed:0.1", "--faults", "none", *words]
     shown = CliRunner().invoke(app, ["simulate", *words, "--lr", "1e30"], catch_exceptions=False)
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert "\ndiverged" in shown.stdout

@@ -39,10 +39,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import is_finite
 from peerd.training.model.variances import bounded
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer, clip
+from peerd.training.parameter_server.worker import fits
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Pass
 
@@ -224,7 +224,7 @@ class ShardServer:
             self._move(after, updates)
         for start, stop in self.variances:
             after[start:stop] = bounded(self.weights[start:stop], after[start:stop])
-        if is_finite(after):  # each push is, but a sum of huge ones need not be
+        if fits(after):  # each push is, but a sum of huge ones need not be
             self.held, self._next = after, self.held
             if self.optimizer is None:
                 self._sum = self._next

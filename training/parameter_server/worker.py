@@ -125,7 +125,7 @@ class Worker:
     def _made_whole(self, moved: Vector) -> bool:
         """Add what was dropped before. What is not finite then becomes nothing: the others must not wait for it."""
         moved += self._residual
-        if not (finite := _fits(moved)):
+        if not (finite := fits(moved)):
             moved.fill(0.0)
         return finite
 
@@ -211,10 +211,10 @@ class Worker:
         return True
 
 
-def _fits(moved: Vector) -> bool:
+def fits(values: Vector) -> bool:
     """Whether it is finite as it travels: a float64 model may be beyond float32."""
     with np.errstate(over="ignore"):
-        return is_finite(moved.astype(np.float32, copy=False))
+        return is_finite(values.astype(np.float32, copy=False))
 
 
 def parts_of(layout: Layout, shards: int, *, gradients: bool) -> list[Part]:

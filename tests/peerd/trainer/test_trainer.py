@@ -640,9 +640,7 @@ def test_sparse_gradients_are_refused_before_a_step_where_they_would_be_exchange
             peerd.attach(model, optimizer)
         peerd.attach(model, optimizer, exclude=["words.*"])._close()
 
-    with_daemon(
-        path, script, verbs={"exchange": asked, "refused": refused}, mode="hardsync", exchange="gradients"
-    )
+    with_daemon(path, script, verbs={"exchange": asked, "refused": refused}, mode="hardsync", exchange="gradients")
     assert len(refusals) == 1
 
 

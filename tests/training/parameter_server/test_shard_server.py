@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.training.parameter_server.optimizer import Sgd
 from peerd.training.parameter_server.shard_server import Rule, ShardServer
 from peerd.transport.messages import Applied
 
@@ -108,10 +111,12 @@ def test_async_takes_each_push_alone() -> None:
     assert served.clock == 2
 
 
-def test_a_sum_that_is_not_finite_changes_nothing() -> None:
-    served = ShardServer(Rule(n=1), np.zeros(2, np.float32), 0, {}, Counter(), Counter())
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_sum_that_is_not_finite_as_it_travels_changes_nothing(dtype: Any) -> None:
+    """Simulated models may be float64."""
+    served = ShardServer(Rule(n=1), np.zeros(2, dtype), 0, {}, Counter(), Counter(), optimizer=Sgd(), parameters=2)
     for worker in "ab":
-        served.take([Applied(worker, 0, 1)], 0, np.full(2, 3e38, np.float32), frozenset("ab"))
+        served.take([Applied(worker, 0, 1)], 0, np.full(2, 3e38, dtype), frozenset("ab"), 10.0)
     with np.errstate(over="ignore"):
         served.due(frozenset("ab"))
     assert not served.weights.any()
