@@ -50,6 +50,8 @@ class GradientHooks:
         self._had_gradient: set[int] = set()  # parameters, since the last exchange
         self._has_exchanged = False
         self._is_removed = False
+        self.idle = 0
+        """Steps since one of these optimizers made one; of what only looks like one nobody knows."""
         try:
             for part in self._parts:
                 self._step_hooks.append(part.register_step_pre_hook(self._on_step))
@@ -63,6 +65,7 @@ class GradientHooks:
         if not self._has_exchanged:
             self._follow()
         self._has_exchanged = False
+        self.idle += bool(self._parts)
 
     def _follow(self) -> None:
         """Be on what has taken the place of a parameter, and no longer on that one."""
@@ -122,6 +125,7 @@ class GradientHooks:
 
     def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
+        self.idle = -1  # the step that it is a part of is counted next
         within = torch._C._current_graph_task_id() >= 0  # a callback at its end is, too, after the exchange
         if within and (self._pass is not None or id(part) in self._stepped) and not self._is_private(part):
             raise SystemExit(

@@ -66,7 +66,8 @@ COPY_EVERY = 200  # times what a copy takes: how old the daemon's may be, as it 
 COPY_EVERY_MIN_S = 1.0
 BATCHES = 100  # of which the usual size counts
 STILL_STEPS = 100
-"""Without any change: more than a scaler leaves out until it fits, or a batch is gathered from."""
+"""Without any change, or any step of the optimizer's: more than a scaler leaves out until it fits, or a batch is
+gathered from."""
 
 _TRAINED: dict[Path, weakref.ref[nn.Module]] = {}
 """Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes
@@ -341,6 +342,11 @@ class Session:
         self.changed_in_pass = False
         if self.hooks is not None:
             self.hooks.after_step()
+            if self.hooks.idle == STILL_STEPS:
+                say(
+                    f"the optimizer that peerd.attach was given has not stepped in {STILL_STEPS} steps: does another "
+                    "one, made since, step the model? The swarm goes by the state and learning rate of the given one"
+                )
         if self._states is not None:
             self._states.give_back()  # where a scaler has left the step out
         self._weight = float(figures.samples or 1)

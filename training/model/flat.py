@@ -362,6 +362,7 @@ class FlatModel:
         self._changed = {
             "not shared: {} left the model, or changed shape or type, after peerd.attach": lost,
             "not shared: {} came into the model after peerd.attach": added - self._known,
+            "not shared: {} came into the optimizer after peerd.attach": states.keys() - {p.name for p in self.pieces},
             "not shared: {} can be trained only since peerd.attach (freeze them after it, and they are shared)": {
                 name for name, one in parameters.items() if one.requires_grad and name in self._known - self._trained
             },

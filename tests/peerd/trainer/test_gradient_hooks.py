@@ -371,6 +371,22 @@ def test_groups_that_come_or_go_later_stop_nobody() -> None:
     assert state.tensors()["optimizer.lr"].shape == shape
 
 
+def test_what_came_into_the_optimizer_or_left_it_since_is_told() -> None:
+    model = normed()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    flat = FlatModel(model, optimizer)
+    flat.share_states(OptimizerState(optimizer, flat.pieces).tensors)
+    flat.look_again()
+    assert flat.unshared() == []
+    optimizer.add_param_group({"params": [model[2].bias]})
+    optimizer.param_groups[0]["params"] = [model[0].weight]
+    flat.look_again()
+    assert flat.unshared() == [
+        "not shared: optimizer.0.bias.momentum_buffer left the model, or changed shape or type, after peerd.attach",
+        "not shared: optimizer.2.bias.momentum_buffer came into the optimizer after peerd.attach",
+    ]
+
+
 @given(rates=st.lists(st.floats(1e-12, 1e12), min_size=2, max_size=2), is_tensor=st.booleans())
 @settings(deadline=None)
 def test_who_takes_over_a_model_steps_by_its_learning_rates_to_the_bit(rates: list[float], is_tensor: bool) -> None:

@@ -622,6 +622,33 @@ def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchang
     with_daemon(path, script, verbs={"exchange": asked, "refused": refused})
 
 
+@pytest.mark.parametrize("mode", ["allreduce", "hardsync"])
+def test_an_optimizer_that_was_replaced_where_gradients_are_exchanged_is_told(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Its momentum was no part of the model, so a newcomer made other steps; nor did its rate count."""
+    monkeypatch.setattr(session, "STILL_STEPS", 5)
+    told: list[int] = []
+
+    async def exchange(_: dict[str, Any]) -> dict[str, Any]:
+        return {"exchange": "gradients", "optimizer": mode == "allreduce"}
+
+    def script() -> None:
+        model, given = normed()
+        with peerd.attach(model, given) as swarm:
+            for optimizer in (given, torch.optim.Adam(model.parameters())):
+                for step in range(12):
+                    model(torch.randn(8, 3)).square().mean().backward()
+                    if step % 5:  # a scaler leaves some out
+                        optimizer.step()
+                    optimizer.zero_grad()
+                    swarm.step()
+                told.append(capsys.readouterr().err.count("has not stepped in 5 steps: does another one"))
+
+    with_daemon(path, script, verbs={"exchange": exchange}, mode=mode, exchange="gradients", trigger="change:0.05")
+    assert told == [0, 1]
+
+
 def test_sparse_gradients_are_refused_before_a_step_where_they_would_be_exchanged(path: Path) -> None:
     """The first backward pass ended the script, which the daemon started again, to the same end."""
     refusals = []
