@@ -622,6 +622,39 @@ def test_quasi_global_momentum_where_it_cannot_be(path: Path, make: Any, exchang
     with_daemon(path, script, verbs={"exchange": asked, "refused": refused})
 
 
+def test_an_optimizer_that_steps_by_many_passes_is_torchs_own(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LBFGS calls a closure several times a step; its memory, of lists of tensors, is in no checkpoint, as is told."""
+
+    def train(*, alone: bool, steps: int) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+        x, y = torch.randn(16, 3), torch.randn(16, 1)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        with nullcontext() if alone else peerd.attach(model, optimizer) as swarm:
+            for _ in range(steps):
+                optimizer.step(closure)  # type: ignore[no-untyped-call]
+                if swarm is not None:
+                    swarm.step()
+        return list(model.parameters())
+
+    def script() -> None:
+        bare, ours = train(alone=True, steps=6), train(alone=False, steps=6)
+        assert all(torch.equal(one, other) for one, other in zip(bare, ours, strict=True))
+        train(alone=False, steps=6)
+
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert status.step == 12
+    assert "the checkpoint of step 6, this node's own, has no state that fits the optimizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mode", ["allreduce", "hardsync"])
 def test_an_optimizer_that_was_replaced_where_gradients_are_exchanged_is_told(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mode: str
