@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, repeat
 from typing import Any
 
@@ -30,7 +31,9 @@ def remember(optimizer: Any) -> None:
     """It attaches: its settings are all of the script's own making, unless it has trained, or has loaded its own."""
     for part in _parts(optimizer):
         if part not in _MADE:
-            _MADE[part] = [] if getattr(part, "state", None) else list(map(plain, part.param_groups)), False
+            at_first = [] if getattr(part, "state", None) else list(map(plain, part.param_groups))
+            with suppress(TypeError):  # one with __slots__, to which nothing can point weakly, is as if nobody was told
+                _MADE[part] = at_first, False
 
 
 def let_go(optimizer: Any) -> None:
@@ -103,7 +106,7 @@ def _parts(optimizer: Any) -> list[Any]:
 def _known(optimizer: Any) -> Iterator[tuple[Group, Group, bool]]:
     """Of each group what it was at first, what it is, and whether its optimizer has trained."""
     for part in _parts(optimizer):
-        at_first, has_trained = _MADE.get(part) or ([], False)  # type: ignore[no-untyped-call]
+        at_first, has_trained = (part in _MADE and _MADE[part]) or ([], False)
         for first, group in zip(chain(at_first, repeat({})), part.param_groups, strict=False):
             yield first, group, has_trained
 

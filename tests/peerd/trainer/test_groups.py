@@ -211,3 +211,27 @@ def test_a_rate_that_the_script_loads_with_a_state_of_its_own_is_not_of_its_maki
     run.start(sgd(), halve)
     best["rate"] = 0.07
     assert settings(run.start(loaded), "lr") == [0.05]
+
+
+class Slim:
+    """An optimizer of its own class, to which nothing can point weakly."""
+
+    __slots__ = ("load_state_dict", "param_groups", "state_dict")
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+
+def test_an_optimizer_with_slots_takes_what_was_kept(tmp_path: Path) -> None:
+    """`attach` ended in a TypeError."""
+    run = Run(tmp_path)
+    inner: list[torch.optim.Optimizer] = []
+
+    def script(model: nn.Module) -> Slim:
+        inner.append(sgd()(model))
+        return Slim(inner[-1])
+
+    run.start(script, halve)
+    groups.let_go(run.start(script))
+    assert settings(inner[-1], "lr") == [0.05]
