@@ -206,9 +206,11 @@ class Swarm:
         self._on_gpus = FromGpus()
         self._open_again = open_again  # where another daemon may take the place of one that went away
         self._comeback: Comeback | None = None  # since a daemon went away
-        self._total: int | None = None  # steps of the run, where the script has said so
+        self._total: int | None = None  # steps of the run, where the script has said so,
+        self._totals_differ = False  # which may have been another before
+        self._number = self._drawn_at = -1  # the number that was given last, and after how many steps
         self._named: set[str] = set()  # figures that were no numbers
-        self._told_cut_short = False
+        self._told_cut_short = self._told_none_left = False
         _SWARMS.add(self)
         if session is not None:
             atexit.register(self._at_exit)
@@ -263,17 +265,25 @@ class Swarm:
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
         goes on to the last. A number comes again only where no `step` was made of it. `step_count` is of the steps that
         this node makes itself.
+
+        `total` is of the whole run. Where a later call in the same run names another one (an epoch's end each time),
+        no step is left out, for the others' counts may be of the one before.
         """
-        self._total = total = int(total)
+        before, self._total = self._total, int(total)
+        total = self._total
+        self._totals_differ |= before not in (None, total)
+        if before == total and max(self.step_count, self._number + 1) >= total:
+            self._say_none_left(total)
         if self._session is not None:
             self._session.say_total(total)
-        number, drawn_at = -1, -1
         while not self.is_over(total):
-            if self.step_count != drawn_at:  # else nothing was made of the last one, which comes again
-                if is_over(self.step_count, total, self._others, number):
+            if self.step_count != self._drawn_at:  # else nothing was made of the last one, which comes again
+                if is_over(self.step_count, total, self._others, self._number):
                     break
-                number, drawn_at = number_of(number, self.step_count, total, self._others), self.step_count
-            yield number
+                others = 0 if self._totals_differ else self._others
+                self._number = number_of(self._number, self.step_count, total, others)
+                self._drawn_at = self.step_count
+            yield self._number
         self._say_cut_short(total)
 
     def is_over(self, total: int) -> bool:
@@ -282,6 +292,13 @@ class Swarm:
         if over:
             self._say_cut_short(total)
         return over
+
+    def _say_none_left(self, total: int) -> None:
+        """To who loops over epochs, the later of which would all be empty, and nobody would see why."""
+        if self._follower is None and not self._told_none_left:
+            self._told_none_left = True
+            cure = f"for another epoch give what all have together, swarm.steps({2 * total:,}) and so on"
+            say(f"swarm.steps({total:,}) has none left: it counts the whole run's; {cure}")
 
     def _say_cut_short(self, total: int) -> None:
         if self.step_count < total and self._follower is None and not self._told_cut_short:

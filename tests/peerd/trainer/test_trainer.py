@@ -33,7 +33,7 @@ from peerd.protocol.trainer import BarrierHeard, BarrierIs, Stepped, encoded
 from peerd.protocol.trainer_client import TrainerClient
 from peerd.trainer import checkpoint, session
 from peerd.training.effects import StepReport
-from peerd.training.model.over import OVER
+from peerd.training.model.over import OVER, PARTS
 
 
 @pytest.fixture
@@ -732,6 +732,26 @@ def test_a_run_that_ends_before_its_last_step_says_why_once(
     behind = "peerd: this node is behind most others (it is slower, or was restarted, or came late)"
     line = f"{behind}: its run ends with theirs, after {made:,} of 1,000,000 steps"
     assert capfd.readouterr().err.count(line) == 1
+
+
+def test_epochs_that_each_say_how_long_the_run_is_by_then(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others who had made all steps of the first seemed far ahead in the second, whose steps were left out."""
+    numbers: list[list[int]] = []
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            for total in (10, 20, 20):
+                numbers.append([])
+                for number in swarm.steps(total):
+                    numbers[-1].append(number)
+                    swarm._others = PARTS
+                    swarm.step()
+                    swarm._others = PARTS
+
+    with_daemon(path, script)
+    assert numbers == [[0, 9], list(range(10, 20)), []]
+    line = "swarm.steps(20) has none left: it counts the whole run's; for another epoch give what all have together"
+    assert capsys.readouterr().err.count(f"peerd: {line}, swarm.steps(40) and so on\n") == 1
 
 
 @pytest.mark.parametrize("started", [True, False])
