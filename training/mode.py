@@ -115,6 +115,10 @@ class ModeClass:
         """See `Mode`."""
         return []
 
+    def on_unreached(self, peer: NodeId, now: float) -> list[Effect]:
+        """See `Mode`: whoever has links alone waits for nobody."""
+        return []
+
 
 class LinkedMode(ModeClass):
     """A mode whose nodes keep what each partner knows of their model: one bit a value is enough then."""
@@ -170,6 +174,10 @@ class Mode(Protocol):
 
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """These peers, and no others, are alive and hold the same model."""
+        ...
+
+    def on_unreached(self, peer: NodeId, now: float) -> list[Effect]:
+        """No connection to this peer can be made, until Connected says that one is; said again and again meanwhile."""
         ...
 
     def on_timer(self, now: float) -> list[Effect]:

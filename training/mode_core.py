@@ -159,6 +159,13 @@ class Reconnected:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreached:
+    """No connection to this peer can be made, until it is reconnected."""
+
+    peer: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """A peer's message to the mode, meant under this plan."""
 
@@ -197,7 +204,7 @@ class TimerDue:
 
 ModeEvent = (
     ModeBegins | ModeEnds | BarrierKnown | Stepped | GradientCame | TrainerLost | RunStands | NodeLeaves
-    | PeersChanged | Reconnected | Received | ModelAsked | SketchAsked | CopyWanted | TimerDue
+    | PeersChanged | Reconnected | Unreached | Received | ModelAsked | SketchAsked | CopyWanted | TimerDue
 )  # fmt: skip
 
 
@@ -312,6 +319,8 @@ class ModeCore:
             case Reconnected(peer):
                 self._began.pop(peer, None)
                 return mode.on_message(peer, Connected(), now)
+            case Unreached(peer):
+                return mode.on_unreached(peer, now)
             case TimerDue() if self.phase is not ModePhase.ENDED:
                 return mode.on_timer(now) if now >= mode.deadline else []  # it may have changed since it came
             case ModeEnds():

@@ -55,6 +55,7 @@ from peerd.training.mode_core import (
     Stepped,
     TimerDue,
     TrainerLost,
+    Unreached,
 )
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.room import is_large
@@ -71,8 +72,8 @@ TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes 
 TAKEN_MAX_S = 5.0  # for which this peer's other messages wait, too; a stream that stands for 10 s is thought broken
 WAITING_MAX = 1024  # events for the compute thread
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
-    PeersChanged, Reconnected, TimerDue, Stepped, GradientCame, TrainerGone, TrainerLost, RunStands, NodeLeaves,
-    BarrierKnown,
+    PeersChanged, Reconnected, Unreached, TimerDue, Stepped, GradientCame, TrainerGone, TrainerLost, RunStands,
+    NodeLeaves, BarrierKnown,
 )  # fmt: skip
 REST_S = 0.005  # between two looks at the mode's deadline, at least
 IGNORED_S = 0.05  # where nothing has come of one
@@ -98,7 +99,7 @@ class ModeRunner:
         self._drained = trio.Event()  # every partner has what this node had not yet sent
         self._peers = peers
         self._members = members
-        self._late: dict[NodeId, PeersChanged | Reconnected] = {}  # the last of each kind that there was no room for
+        self._late: dict[NodeId, PeersChanged | Reconnected | Unreached] = {}  # the last that there was no room for
         self._publish_asked = False
         self._resume_asked = False
         self._go_on: GoOn | None = None  # what the trainer, which waits with its gradient, is to be told
@@ -175,7 +176,11 @@ class ModeRunner:
         """Messages to this peer flow again."""
         self._post(peer, Reconnected(peer))
 
-    def _post(self, peer: NodeId, event: PeersChanged | Reconnected) -> None:
+    def on_unreached(self, peer: NodeId) -> None:
+        """No connection to this peer can be made."""
+        self._post(peer, Unreached(peer))
+
+    def _post(self, peer: NodeId, event: PeersChanged | Reconnected | Unreached) -> None:
         """In order, unless so much waits that only the last of what peers cause can be kept."""
         if self._late or self.compute.waiting >= WAITING_MAX:
             self._late.pop(peer, None)

@@ -51,7 +51,7 @@ from peerd.transport.secure.signing import Signing
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 22
+PROTOCOL = 23
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
@@ -120,6 +120,7 @@ class Daemon:
             met=self.acquaintances.note,
             vacant=lambda peer: self.view.vacant(peer),
             reach=self._on_reach,
+            unreached=lambda peer: self.model.on_unreached(peer),
             named=lambda peer: self.view.name_of(peer),
         )
         self.meetings = Meetings(

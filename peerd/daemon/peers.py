@@ -20,7 +20,7 @@ from peerd.transport.errors import PeerError
 from peerd.transport.hello import Refused, greet
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import AS_STARTED, Hello, Message, Plan
-from peerd.transport.patience import RETRY_FIRST_S, RETRY_MAX_S
+from peerd.transport.patience import DIAL_TIMEOUT_S, RETRY_FIRST_S, RETRY_MAX_S
 from peerd.transport.peer_queue import PeerQueue
 
 IDLE_S = 300.0  # a connection to a former partner is closed; the trigger's longest silence is 60 s
@@ -33,6 +33,7 @@ class _Outgoing:
     """The way to one peer."""
 
     scope: trio.CancelScope
+    lost_at: float  # since when there is no connection
     queue: PeerQueue[tuple[Plan, Message]] = field(default_factory=PeerQueue)
     filled: trio.Event = field(default_factory=trio.Event)
     failing_since: float | None = None  # no dial of since then came to a greeting
@@ -52,12 +53,15 @@ class Peers:
         met: Callable[[NodeId | None], None] = lambda _: None,
         vacant: Callable[[NodeId], None] = lambda _: None,
         reach: Callable[[NodeId, Exception | None], None] = lambda *_: None,
+        unreached: Callable[[NodeId], None] = lambda _: None,
         named: Callable[[NodeId], str] = str,
     ) -> None:
         """`hello` is asked anew for every connection: the model may have become known meanwhile.
 
         `met` is told who is at the other end of each connection that `count` sees, `vacant` at whose address nobody
         listens, `reach` whom no connection can be made to for UNREACHED_S, with the last error; None: now it can.
+        `unreached` is told at each dial in vain, once a dial's time has passed without a connection; that there is
+        one again, `reconnected`.
         `named` is what the log calls a peer.
         """
         self.offences = Offences()
@@ -70,6 +74,7 @@ class Peers:
         self._met = met
         self._vacant = vacant
         self._reach = reach
+        self._unreached = unreached
         self._named = named
         self._boxes: dict[NodeId, _Outgoing] = {}
         self._ended = False
@@ -96,7 +101,7 @@ class Peers:
             return
         box = self._boxes.get(peer)
         if box is None:
-            box = self._boxes[peer] = _Outgoing(trio.CancelScope())
+            box = self._boxes[peer] = _Outgoing(trio.CancelScope(), trio.current_time())
             self._nursery.start_soon(self._keep_connected, peer, box)
         if box.queue.put(message, (self.plan, message), self.plan):
             box.filled.set()
@@ -198,7 +203,8 @@ class Peers:
                             self.offences.strike(peer, connection.host, error)
                             raise
                     finally:
-                        self._connections.pop(peer, None)
+                        if self._connections.pop(peer, None) is not None:
+                            box.lost_at = trio.current_time()
                         await self.close(connection)
                 except Refused as refusal:
                     self._note_reach(peer, box, None)
@@ -210,6 +216,8 @@ class Peers:
                         LOGGER.info("%s: %s", self._named(peer), said)
                     if not greeted:
                         self._note_reach(peer, box, error)
+                        if trio.current_time() - box.lost_at >= DIAL_TIMEOUT_S:
+                            self._unreached(peer)
                     if isinstance(error, NobodyListens):
                         self._vacant(peer)
                 except Exception as error:

@@ -183,6 +183,10 @@ class TrainerService:
         """Messages to this peer flow again."""
         self._runner.on_reconnected(peer)
 
+    def on_unreached(self, peer: NodeId) -> None:
+        """No connection to this peer can be made."""
+        self._runner.on_unreached(peer)
+
     def on_message(self, sender: NodeId, message: ModelMessage) -> None:
         """A peer's message about a whole model. Raises PeerError."""
         match message:

@@ -16,7 +16,7 @@ from peerd.simulation.world import Kind, World
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Message
-from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, RETRY_FIRST_S, RETRY_MAX_S
+from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S, PATIENCE_S, RETRY_FIRST_S, RETRY_MAX_S
 from peerd.transport.peer_queue import PeerQueue
 
 HANDSHAKE_BYTES = 600  # Hello and Welcome
@@ -92,6 +92,7 @@ class Connection(Generic[Item]):
         source_id: NodeId,
         index: int,
         reconnected: Callable[[], None],
+        unreached: Callable[[], None],
     ) -> None:
         """`target` is whoever listens at the place `index` now."""
         self._world = world
@@ -101,6 +102,8 @@ class Connection(Generic[Item]):
         self._source_id = source_id
         self._index = index
         self._reconnected = reconnected
+        self._unreached = unreached
+        self._lost_at = world.now
         self._queue = PeerQueue[tuple[Item, float]]()  # and the bytes on the line
         self._state = State.DIALLING
         self._line = 0  # counts the connections, so that what belongs to a broken one is ignored
@@ -175,6 +178,9 @@ class Connection(Generic[Item]):
     def _break(self) -> None:
         if self._connected:
             self._world.note(Kind.BROKEN, self._source.index, self._index)
+            self._lost_at = self._world.now
+        elif self._world.now - self._lost_at >= DIAL_TIMEOUT_S:
+            self._unreached()
         self._line += 1
         self._enter(State.BROKEN)
         self._queue.clear()

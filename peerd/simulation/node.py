@@ -356,7 +356,14 @@ class Node:
                 return node if node is not None and node.id == peer else None
 
             connection = self._connections[peer] = Connection(
-                self._world, swarm.network, self, listener, self.id, index, lambda: self._reconnected(peer)
+                self._world,
+                swarm.network,
+                self,
+                listener,
+                self.id,
+                index,
+                lambda: self._reconnected(peer),
+                lambda: self._unreached(peer),
             )
         if self.trainer is not None:
             message = self.trainer.sent(peer, message)
@@ -386,6 +393,10 @@ class Node:
     def _reconnected(self, peer: NodeId) -> None:
         if self.up and self.trainer is not None:
             self.trainer.reconnected(peer)
+
+    def _unreached(self, peer: NodeId) -> None:
+        if self.up and self.trainer is not None:
+            self.trainer.unreached(peer)
 
     def receive(self, source: NodeId, letter: Letter) -> None:
         """A message of the mode, or about a whole model. Raises PeerError."""

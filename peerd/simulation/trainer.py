@@ -50,6 +50,7 @@ from peerd.training.mode_core import (
     SketchAsked,
     Stepped,
     TimerDue,
+    Unreached,
 )
 from peerd.training.mode_settings import GRADIENTS
 from peerd.training.model.over import is_over, number_of, parts_of
@@ -280,6 +281,11 @@ class SimulatedTrainer:
         """Messages to this peer flow again."""
         if self.mode is not None:
             self._node.later(0.0, lambda: self._handle(Reconnected(peer)))
+
+    def unreached(self, peer: NodeId) -> None:
+        """No connection to this peer can be made."""
+        if self.mode is not None:
+            self._node.later(0.0, lambda: self._handle(Unreached(peer)))
 
     def sent(self, peer: NodeId, message: Message) -> Message:
         """A message leaves for the peer, as it is but for a liar's."""

@@ -12,7 +12,7 @@ from peerd.simulation.world import World
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import LinkOpen, RoundPhase, RoundReport
-from peerd.transport.patience import GREETING_DEADLINE_S, PATIENCE_S, RETRY_MAX_S
+from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S, PATIENCE_S, RETRY_MAX_S
 from peerd.transport.peer_queue import QUEUE_MAX
 
 LATENCY_S = 0.05
@@ -47,9 +47,11 @@ class Pair:
         self.network = Network(self.world, uniform(profile or Profile(LATENCY_S), 2))
         self._target: Process | None = Process(1)
         self.reconnected_at: list[float] = []
+        self.unreached_at: list[float] = []
         self.connection = Connection[bytes](
-            self.world, self.network, Process(0), lambda: self._target, "n0", 1, self._reconnected
-        )
+            self.world, self.network, Process(0), lambda: self._target, "n0", 1, self._reconnected,
+            lambda: self.unreached_at.append(self.world.now),
+        )  # fmt: skip
         self._says_again = says_again
         self._said = 0
 
@@ -91,6 +93,28 @@ def test_a_message_comes_after_the_dial_and_its_own_flight() -> None:
     pair.run(0.002)
     assert pair.target.received == [b"first"]
     assert not pair.reconnected_at, "the first connection is no new one"
+
+
+def test_dials_in_vain_are_told_of_until_there_is_a_connection_again() -> None:
+    pair = Pair()
+    pair.send(b"first")
+    pair.run(1.0)
+    broke_at = pair.world.now
+    pair.network.cut = lambda source, target: (source, target) == (0, 1)
+    pair.send(b"second")
+    pair.run(60.0)
+    first, *more = pair.unreached_at
+    assert DIAL_TIMEOUT_S <= first - broke_at <= PATIENCE_S + AGAIN_S
+    assert more
+    assert not pair.reconnected_at
+    pair.network.cut = lambda source, target: False
+    pair.run(AGAIN_S)
+    pair.unreached_at.clear()
+    assert len(pair.reconnected_at) == 1
+    pair.restart(2)
+    pair.send(b"third")
+    pair.run(60.0)
+    assert pair.unreached_at == [], "it was dialled again at once"
 
 
 @given(

@@ -207,6 +207,11 @@ class AllReduce(ModeClass):
         self._unapplied = None
         return self._perform(self._rounds.on_peers(alive, now), now)
 
+    def on_unreached(self, peer: NodeId, now: float) -> list[Effect]:
+        """Rounds may have to go on without one of the two."""
+        self._unapplied = None
+        return self._perform(self._rounds.on_unreached(peer, now), now)
+
     def on_timer(self, now: float) -> list[Effect]:
         """Repeat what waits, and see whether the final correction has landed."""
         self._unapplied = None

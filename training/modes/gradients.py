@@ -167,6 +167,10 @@ class GradientAllReduce(ModeClass):
         self._alive = alive
         return self._perform(self._rounds.on_peers(alive, now), now)
 
+    def on_unreached(self, peer: NodeId, now: float) -> list[Effect]:
+        """Rounds may have to go on without one of the two."""
+        return self._perform(self._rounds.on_unreached(peer, now), now)
+
     def on_timer(self, now: float) -> list[Effect]:
         """Repeat what waits."""
         outcomes = self._come(now) if now >= self._again_at else []

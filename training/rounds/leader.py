@@ -36,6 +36,7 @@ from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_wh
 from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
 from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
+from peerd.training.rounds.lines import Lines
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped, scales
 from peerd.transport.ids import NodeId
@@ -45,6 +46,8 @@ FIRST_STEP = 1 << 20  # is drawn of as many, so that two who both lead for a whi
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
+CUT_MIN_S = 4.0  # two reports of each member
+CUT_SHARE = 4  # times the slowest confirmation so far
 TINY = 1e-300  # the length of what should have none
 
 Order = tuple[NodeId, RoundBegin | RoundCommit]
@@ -70,6 +73,7 @@ class Leader:
         self._differences = differences
         self._gradients = settings.exchange == GRADIENTS
         self._reports: dict[NodeId, RoundReport] = {}
+        self._heard_at: dict[NodeId, float] = {}
         self._since: dict[NodeId, float] = {}  # when each member came to the round
         self._taken_in: dict[NodeId, int] = {}  # the last round that each was ordered to
         self._told: dict[NodeId, RoundBegin | RoundCommit] = {}  # since its last report
@@ -78,6 +82,7 @@ class Leader:
         self._missed = Counter[NodeId]()  # rounds in turn that each kept waiting for its contribution, in vain
         self._left_behind: set[NodeId] = set()  # by the attempt that was begun last
         self._culprits = Culprits(me, rng)
+        self._lines = Lines(me, rng)
         self._choice = Choice(every)
         self._fell_apart = 0  # attempts in turn that a living member has left
         self._final_misses = 0  # attempts in turn at the last round of a run that have failed
@@ -113,7 +118,7 @@ class Leader:
             self._moved[sender] = now
         if changed or sender != self._me:
             self._told.pop(sender, None)
-        self._reports[sender] = report
+        self._reports[sender], self._heard_at[sender] = report, now
         if self.begun is not None and _holds(report, self.begun.attempt):
             self._said.setdefault(sender, report)
         waits_s = max(0.0, report.waits_s)
@@ -124,6 +129,7 @@ class Leader:
     def forget(self, peer: NodeId) -> None:
         """This member is gone, or messages to it were lost."""
         self._reports.pop(peer, None)
+        self._heard_at.pop(peer, None)
         self._since.pop(peer, None)
         self._taken_in.pop(peer, None)
         self._told.pop(peer, None)
@@ -144,13 +150,18 @@ class Leader:
             is_void = held and any(report.is_void for report in self._said.values())
             if held and not is_void:
                 return orders + self._commit(self.begun, survivors, pace, now)
-            stuck = self._is_stuck(self.begun, limit_s, now)
-            if not is_void and len(survivors) == len(self.begun.roster) and not stuck:
+            stuck, cut = self._is_stuck(self.begun, limit_s, now), self._is_cut(self.begun, reports, pace, now)
+            if not is_void and len(survivors) == len(self.begun.roster) and not (stuck or cut):
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
-            self._shuffle = stuck  # other neighbours may reach each other
+            self._shuffle = stuck or cut  # other neighbours may reach each other
             left = is_void or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
             self._fell_apart += left
+            self._final_misses += cut and self.begun.final and not stuck
+            silent = self._unheard(self.begun, reports, limit_s, now) if stuck else set()
+            for id in silent:
+                del reports[id], self._reports[id]
+            self._done_without |= silent
             if stuck or (left and self._fell_apart >= MISSES_MAX):
                 self._culprits.failed(self.begun.roster, limit_s, now)
                 self._final_misses += self.begun.final
@@ -170,6 +181,23 @@ class Leader:
         moved = sorted((self._moved.get(id, self._begun_at) for id in begun.roster), reverse=True)
         last, before = moved[0], moved[min(1, len(moved) - 1)]
         return now - last > limit_s or now - before > limit_s + PATIENCE_SHARE * (before - self._begun_at)
+
+    def _unheard(
+        self, begun: RoundBegin, reports: dict[NodeId, RoundReport], limit_s: float, now: float
+    ) -> set[NodeId]:
+        """Who is in this attempt, which it says again and again, and has said nothing for so long."""
+        told = {id for id in begun.roster if id in reports and reports[id].phase != RoundPhase.IDLE}
+        return {id for id in told - {self._me} if now - self._heard_at[id] > limit_s}
+
+    def _is_cut(self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> bool:
+        """Nobody has come further for a moment, and a member can make no connection to another one."""
+        assert self._begun_at is not None
+        limit_s = patience_s(pace)
+        still_s = now - max(self._moved.get(id, self._begun_at) for id in begun.roster)
+        if still_s <= min(limit_s, max(CUT_MIN_S, CUT_SHARE * pace.slowest_s)):
+            return False
+        unreached = {id: reports[id].unreached for id in begun.roster if id in reports}
+        return self._lines.stuck(unreached, limit_s, now, early=still_s <= limit_s)
 
     def _waits_again_for(self, id: NodeId) -> None:
         self._done_without.discard(id)
@@ -280,6 +308,17 @@ class Leader:
             taken = set(sorted(roster, key=lambda id: (self._taken_in.get(id, 0), self._rng.random()))[:ROSTER_MAX])
             roster = [id for id in roster if id in taken]
         roster = roster[:ROSTER_MAX]
+        if self._shuffle:
+            self._rng.shuffle(roster)
+
+        def topology(size: int) -> str:
+            told = self._settings.topology
+            return choose(self._size_bytes, max(1, size), pace.latency_s, pace.bytes_per_s) if told == AUTO else told
+
+        unreached = {id: report.unreached for id, report in self._reports.items()}
+        fitting, way = self._lines.fitting(roster, unreached, topology)
+        if len(fitting) >= self._settings.min_peers:
+            roster = fitting
         wanting = [
             id
             for id in roster
@@ -298,11 +337,6 @@ class Leader:
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
         alike = len(in_common) == 1 and (0, b"") not in in_common
         whole = (final and ends_whole(self._settings)) or not self._differences or not alike
-        topology = self._settings.topology
-        if topology == AUTO:
-            topology = choose(self._size_bytes, len(roster), pace.latency_s, pace.bytes_per_s)
-        if self._shuffle:
-            self._rng.shuffle(roster)
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
         if attempt > self._newest or not self._newest:  # another led meanwhile, or does
             self._newest = attempt + self._rng.randrange(FIRST_STEP)
@@ -315,7 +349,7 @@ class Leader:
             newest + 1,
             self._newest,
             EXACT_CODEC if whole else LAST_CODEC if final else codec,
-            topology,
+            way,
             whole,
             final,
             tuple(roster),

@@ -56,6 +56,7 @@ from peerd.transport.messages import (
 ASIDE_TOLD_S = 60.0  # a leader may lie, and a log is not to be filled
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
+UNREACHED_MAX = 16  # members of whom one says so: with two it is the one without whom rounds go on
 EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
 
 TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
@@ -139,6 +140,7 @@ class Rounds:
         self._lengths: deque[Lengths] = deque([()], maxlen=4)  # of our contribution, the last last
         self._blames: NodeId = ""
         self._leader_spoils = False  # what it has sent for an attempt cannot be
+        self._unreached: set[NodeId] = set()  # to whom no connection can be made
         self._left_out_life: int | None = None  # the life of which a leader has said so
         self._set_aside_at = float("-inf")  # when one last said that it is for a while
         self.concentration = 0.0  # of our contribution's own progress
@@ -331,6 +333,7 @@ class Rounds:
         for peer in sorted(came):
             outcomes += self._repeat(peer, now)
         self._passing.forget(gone)
+        self._unreached -= gone
         outcomes += self._passed(self._passing.counts, came)
         limit_s = ALONE_PATIENCES * waits_s(self._pace, self._settings)
         outcomes += self._passed(self._passing.join(alive, limit_s, now), alive)
@@ -415,12 +418,20 @@ class Rounds:
                 return self._without(message, now) if sender == self._leads else []
             case Connected():
                 self._leader.untold(sender)
+                self._unreached.discard(sender)
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
                 if self._leads == self._me:
                     return [*outcomes, Send(sender, self._report(now)), *self.say(now)]
                 return outcomes + (self.say(now) if sender == self._leads else [])
             case _:
                 raise PeerError(f"{type(message).__name__} has no meaning in a mode of rounds")
+
+    def on_unreached(self, peer: NodeId, now: float) -> list[Outcome]:
+        """No connection to this peer can be made."""
+        if peer in self._unreached or peer not in self._alive:
+            return []
+        self._unreached.add(peer)
+        return self.say(now)
 
     def on_timer(self, now: float) -> list[Outcome]:
         """Say again what has had no answer."""
@@ -440,6 +451,8 @@ class Rounds:
         ):  # fmt: skip
             within_step(what, told, ours, first=REPORTED_MAX)
         _check_limit(report.limit)
+        if len(report.unreached) > UNREACHED_MAX:
+            raise PeerError(f"{len(report.unreached)} members who cannot be reached")
         if not all(0 <= length < math.inf for length in report.lengths):  # an order repeats them, to all
             raise PeerError("a contribution whose length is none")
         if self._begun_at is not None and report.phase == RoundPhase.RUNNING:
@@ -650,6 +663,7 @@ class Rounds:
             now - self._reached_at if self.phase != RoundPhase.IDLE else 0.0,
             self._offer.step, self._offer.weight, self._offer.nonfinite, b"" if self._agreed else self._start,
             self._limit, self.came_early, self._is_void, self.concentration, self.work.samples, self.work.steps,
+            tuple(sorted(self._unreached)[:UNREACHED_MAX]),
         )  # fmt: skip
 
 

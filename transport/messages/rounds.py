@@ -46,6 +46,7 @@ class RoundReport(Message):
     concentration: float = 0.0  # of its own progress: which share of its energy the largest 2 % of the values have
     samples: float = 0.0  # a step of its trainer's, of late; 0: it does not say
     steps: float = 0.0  # behind its contribution
+    unreached: tuple[Name, ...] = field(default=(), compare=False)  # members to whom it can make no connection
 
 
 @dataclass(frozen=True, slots=True)

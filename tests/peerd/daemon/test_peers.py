@@ -28,7 +28,7 @@ from peerd.transport.messages import (
     RoundReport,
     Welcome,
 )
-from peerd.transport.patience import RETRY_MAX_S
+from peerd.transport.patience import DIAL_TIMEOUT_S, RETRY_MAX_S
 from peerd.transport.peer_queue import QUEUE_MAX
 
 pytestmark = pytest.mark.trio(clock="autojump")
@@ -71,6 +71,7 @@ class Setting:
         self.reconnected: list[NodeId] = []
         self.refusals: list[Refused] = []
         self.reach: list[tuple[NodeId, str]] = []
+        self.unreached: list[tuple[NodeId, float]] = []  # and when
         self.far = FarNode("far")
         self.peers = Peers(
             self.network.transport("here"),
@@ -79,6 +80,7 @@ class Setting:
             self.reconnected.append,
             lambda _, refusal: self.refusals.append(refusal),
             reach=lambda peer, error: self.reach.append((peer, str(error or "can"))),
+            unreached=lambda peer: self.unreached.append((peer, trio.current_time())),
             named="node-{}".format,
         )
 
@@ -226,6 +228,30 @@ async def test_who_cannot_be_dialled_for_long_is_told_of_until_it_can() -> None:
         assert len(there.reach) == 2
 
 
+async def test_the_mode_hears_of_each_dial_in_vain_but_for_the_first_seconds() -> None:
+    """And of the first connection after it. One that breaks and is made again at once is told of as that alone."""
+    async with setting() as there:
+        began = trio.current_time()
+        there.peers.send("far", LinkOpen(1))
+        await trio.sleep(UNREACHED_S)
+        assert {peer for peer, _ in there.unreached} == {"far"}
+        first, *more = (at - began for _, at in there.unreached)
+        assert DIAL_TIMEOUT_S <= first <= DIAL_TIMEOUT_S + RETRY_MAX_S
+        assert more, "a mode that begins meanwhile hears of it, too"
+        assert there.reconnected == []
+        scope = await there.listen(there.far)
+        await trio.sleep(RETRY_MAX_S)
+        assert there.reconnected == ["far"]
+        there.unreached.clear()
+        await trio.sleep(UNREACHED_S)
+        scope.cancel()
+        await trio.sleep(1)
+        await there.listen(there.far)
+        await trio.sleep(UNREACHED_S)
+        assert there.reconnected == ["far", "far"]
+        assert there.unreached == []
+
+
 async def test_who_refuses_is_reached() -> None:
     async with setting() as there:
         there.far.refuses = True
@@ -234,6 +260,7 @@ async def test_who_refuses_is_reached() -> None:
         await trio.sleep(3 * UNREACHED_S)
         assert len(there.refusals) > 1
         assert there.reach == []
+        assert there.unreached == []
 
 
 async def test_what_cannot_be_said_is_dropped_and_told_and_the_daemon_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,271 @@
+"""Two members, one of which cannot reach the other: rounds go on, soon, and with both as soon as it can."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from round_swarm import Lie, RoundSwarm
+
+from peerd.training.rounds import collective
+from peerd.training.rounds.culprits import TRIES_APART
+from peerd.training.rounds.leader import CUT_MIN_S, PATIENCE_MIN_S
+from peerd.training.rounds.lines import Lines
+from peerd.training.rounds.member import REPEAT_S, UNREACHED_MAX
+from peerd.training.rounds.topology import parse_topology
+from peerd.transport.errors import PeerError
+from peerd.transport.messages import Connected, Message, RoundReport
+
+DIAL_S = 5
+FOUND_S = DIAL_S + CUT_MIN_S + 2 * REPEAT_S + 2
+"""From the break of a line to the next round, where rounds are short."""
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "PIECE_VALUES", 1)
+
+
+def live_through(swarm: RoundSwarm, seconds: int, now_and_then: Callable[[int], None] = lambda _: None) -> int:
+    """The longest that the leader made no step, in seconds."""
+    still = longest = 0
+    for second in range(seconds):
+        now_and_then(second)
+        before = swarm.nodes["a"].steps
+        for name in sorted(swarm.nodes):
+            swarm.step(name)
+        swarm.settle()
+        swarm.pass_time(1.0)
+        swarm.settle()
+        still = 0 if swarm.nodes["a"].steps > before else still + 1
+        longest = max(longest, still)
+    return longest
+
+
+def rounds(swarm: RoundSwarm, seconds: int) -> dict[str, int]:
+    before = {name: len(node.rounds) for name, node in swarm.nodes.items()}
+    live_through(swarm, seconds)
+    return {name: len(node.rounds) - before[name] for name, node in swarm.nodes.items()}
+
+
+class Line:
+    """From one member to another: what goes over it is lost while it is broken."""
+
+    def __init__(self, swarm: RoundSwarm, source: str, target: str) -> None:
+        self.swarm, self.source, self.target = swarm, source, target
+
+    def breaks(self) -> None:
+        self.swarm.lies[self.source] = lambda to, message: None if to == self.target else message
+
+    def is_missed(self) -> None:
+        node = self.swarm.nodes[self.source]
+        self.swarm.perform(self.source, node.core.on_unreached(self.target, self.swarm.now))
+
+    def is_dialled(self, second: int) -> None:
+        """In vain."""
+        if second % DIAL_S == DIAL_S - 1:
+            self.is_missed()
+
+    def heals(self) -> None:
+        del self.swarm.lies[self.source]
+        self.swarm.cut(self.source, self.target)
+
+
+@pytest.mark.parametrize("overlap", ["blocking", "quorum"])
+@pytest.mark.parametrize("seconds", [0, 20], ids=["from the start", "while they train"])
+@pytest.mark.parametrize("pair", ["bc", "cb", "ac"])
+def test_rounds_of_three_go_on_soon(pair: str, seconds: int, overlap: str) -> None:
+    swarm = RoundSwarm("abc", overlap=overlap)
+    line = Line(swarm, *pair)
+    if not seconds:
+        line.breaks()
+    swarm.all_hear()
+    live_through(swarm, seconds)
+    line.breaks()
+    stood = live_through(swarm, 120, line.is_dialled)
+    assert stood <= FOUND_S
+    made = rounds(swarm, 40)
+    assert made["a"] >= 18
+    assert min(made.values()) >= 18 or (pair == "ac" and not made["c"]), "it hears nothing from its leader"
+    line.heals()
+    live_through(swarm, 10)
+    made = rounds(swarm, 20)
+    assert min(made.values()) == max(made.values()) >= 9
+    assert {name for name, _ in swarm.logged} == set(), "nobody was set aside for it"
+
+
+@pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
+def test_all_stay_in_rounds_as_the_two_need_not_be_neighbours(topology: str) -> None:
+    swarm = RoundSwarm("abcd", overlap="blocking", topology=topology)
+    swarm.all_hear()
+    live_through(swarm, 10)
+    for pair in ("bc", "bd", "cd"):
+        line = Line(swarm, *pair)
+        line.breaks()
+        stood = live_through(swarm, 60, line.is_dialled)
+        assert stood <= FOUND_S
+        made = rounds(swarm, 20)
+        assert min(made.values()) == max(made.values()) >= 19
+        line.heals()
+        live_through(swarm, 10)
+
+
+def test_a_line_that_no_round_needs_changes_nothing() -> None:
+    swarm = RoundSwarm("abcd", overlap="blocking", topology="halving")
+    swarm.all_hear()
+    line = Line(swarm, "b", "c")
+    line.breaks()
+    assert live_through(swarm, 60, lambda second: line.is_missed()) == 0
+    assert swarm.nodes["a"].core.counts["attempts"] == swarm.nodes["a"].core.counts["rounds"]
+
+
+def says_that_it_cannot_reach(names: Callable[[], tuple[str, ...]]) -> Lie:
+    def lie(to: str, message: Message) -> Message | None:
+        return replace(message, unreached=names()) if isinstance(message, RoundReport) else message
+
+    return lie
+
+
+@pytest.mark.parametrize("others", [("b",), ("b", "c"), ("a",), ("a", "b", "c", "d")])
+def test_who_only_says_so_takes_no_round_from_anybody(others: tuple[str, ...]) -> None:
+    """Rounds come to their end, so no word is heeded."""
+    swarm = RoundSwarm("abcd", overlap="blocking")
+    swarm.all_hear()
+    swarm.lies["d"] = says_that_it_cannot_reach(lambda: others)
+    live_through(swarm, 10)
+    assert min(rounds(swarm, 30).values()) == 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_names_another_each_time_and_sends_nothing_is_found_as_ever(seed: int) -> None:
+    swarm, rng = RoundSwarm("abcd", overlap="blocking", seed=seed), random.Random(seed)
+    swarm.all_hear()
+    live_through(swarm, 10)
+    words = says_that_it_cannot_reach(lambda: tuple(rng.sample("abc", rng.randint(1, 2))))
+    swarm.lies["d"] = lambda to, message: words(to, message) if isinstance(message, RoundReport) else None
+    live_through(swarm, 400)
+    made = rounds(swarm, 300)
+    assert min(made[name] for name in "abc") >= 300 * (1 - 2 / TRIES_APART) / 2
+
+
+def test_more_names_than_one_says_are_refused() -> None:
+    swarm = RoundSwarm("ab", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    swarm.lies["b"] = says_that_it_cannot_reach(lambda: tuple(f"n{i}" for i in range(UNREACHED_MAX + 1)))
+    with pytest.raises(PeerError):
+        live_through(swarm, 3)
+
+
+def test_who_falls_silent_in_an_attempt_costs_one_patience() -> None:
+    """It hears and is heard by the others, but for its leader."""
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 10)
+    for name in "abc":
+        swarm.step(name)
+    while not swarm.nodes["c"].core.under_way:
+        swarm.deliver(*swarm.waiting()[0])
+    swarm.lose("c", "a")
+    swarm.lies["c"] = lambda to, message: None if to == "a" else message
+    before = swarm.nodes["b"].steps
+    live_through(swarm, 100)
+    assert swarm.nodes["b"].steps - before >= 100 - (PATIENCE_MIN_S + 2 * REPEAT_S + 2)
+
+
+# ---------------------------------------------------------------- who is honest, and slow
+
+
+@pytest.mark.one_run_in(3)
+@given(st.integers(0, 2**16), st.integers(3, 5), st.sampled_from(["blocking", "quorum", "delayed"]))
+@settings(max_examples=8, deadline=None, print_blob=True)
+def test_no_honest_member_is_put_out_by_bad_lines(seed: int, count: int, overlap: str) -> None:
+    """Messages of one take up to 20 s; lines break for up to 15 s, and are missed; then all is well again."""
+    rng, names = random.Random(seed), "abcde"[:count]
+    swarm = RoundSwarm(names, overlap=overlap, seed=seed, every=1)
+    swarm.all_hear()
+    live_through(swarm, 10)
+    slow, slow_s = rng.choice(names), rng.randint(2, 20)
+    line, until = Line(swarm, *rng.sample(names, 2)), 0
+    for second in range(300):
+        if second >= until and line.source in swarm.lies:
+            line.heals()
+        elif rng.random() < 0.03 and second >= until:
+            line, until = Line(swarm, *rng.sample(names, 2)), second + rng.randint(1, 15)
+            line.breaks()
+        elif line.source in swarm.lies and rng.random() < 0.2:
+            line.is_missed()
+        for name in names:
+            swarm.step(name)
+        for link in swarm.waiting():
+            if slow not in link or second % slow_s == 0:
+                while swarm.deliver(*link):
+                    pass
+        swarm.pass_time(1.0)
+    if line.source in swarm.lies:
+        line.heals()
+    swarm.settle()
+    assert all(node.core.counts["members_set_aside"] == 0 for node in swarm.nodes.values())
+    live_through(swarm, 30)
+    made = rounds(swarm, 30)
+    assert min(made.values()) == max(made.values()) > 0
+
+
+# ---------------------------------------------------------------- the rules alone
+
+
+@given(st.integers(2, 9), st.integers(0, 2**16), st.sampled_from(["ring", "tree", "tree:3", "halving"]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_nobody_is_beside_whom_it_cannot_reach(size: int, seed: int, topology: str, data: st.DataObject) -> None:
+    names = list("abcdefghi"[:size])
+    some = st.lists(st.sampled_from(names), max_size=3)
+    unreached = {name: [other for other in data.draw(some) if other != name] for name in names}
+    lines = Lines("a", random.Random(seed))
+    said = any(unreached.values())
+    assert lines.stuck(unreached, PATIENCE_MIN_S, 0.0, early=True) == said
+    order, way = lines.fitting(names, unreached, lambda size: topology)
+    assert "a" in order
+    assert len(set(order)) == len(order)
+    trees = parse_topology(way)
+    for segment in range(trees.segments(len(order))):
+        for rank, name in enumerate(order):
+            for other in (trees.parent(segment, rank, len(order)), trees.giver(segment, rank, len(order))):
+                if other is not None:
+                    assert order[other] not in unreached[name]
+                    assert name not in unreached[order[other]]
+    if not said:
+        assert (order, way) == (names, topology)
+    if not any("a" in (name, *others) for name, others in unreached.items() if others):
+        assert sorted(order) == names, "by a tree whose root is the leader"
+    assert lines.fitting(names, {}, lambda size: topology) == (names, topology), "they can again"
+
+
+def test_in_so_long_a_members_word_cuts_three_attempts_short() -> None:
+    lines = Lines("a", random.Random(1))
+    heeded = [
+        lines.stuck({"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, float(second), early=True)
+        for second in range(0, int(TRIES_APART * PATIENCE_MIN_S), 10)
+    ]
+    assert heeded[:4] == [True, True, True, False]
+    assert sum(heeded) == 3
+    assert lines.stuck({"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, 1000.0, early=True)
+
+
+def test_a_connection_that_is_made_again_is_told_at_once() -> None:
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    line = Line(swarm, "b", "c")
+    line.is_missed()
+    swarm.settle()
+    rounds_of = swarm.nodes["a"].core._rounds
+    assert rounds_of._leader._reports["b"].unreached == ("c",)
+    swarm.perform("b", swarm.nodes["b"].core.on_message("c", Connected(), swarm.now))
+    swarm.pass_time(REPEAT_S)
+    swarm.settle()
+    live_through(swarm, 5)
+    assert rounds_of._leader._reports["b"].unreached == ()
