@@ -231,12 +231,22 @@ class PlanFollower:
     async def _follow_to(self, plan: Plan) -> None:
         settings = planned(self._started, plan.text)
         await self._runner.wind_up()
-        self.plan, self.settings = plan, settings
+        lost, self.plan, self.settings = self.plan, plan, settings
+        if lost.number == plan.number and lost.author != plan.author:
+            LOGGER.warning(
+                "plan %d of %s (mode %s) is dropped: %s set %s without having heard of it, and one of two wins everywhere",
+                lost.number, self._name(lost.author), lost.text or self._started.mode,
+                self._name(plan.author), plan.text or self._started.mode,
+            )  # fmt: skip
         what = "one exact average of all models" if plan.once else f"mode {plan.text or settings.mode}"
         whose = "kept in this node's state folder" if plan == self._kept else "of the swarm"
         await self._write(plan)
         await self._change(plan)
         LOGGER.info("plan %d %s: %s", plan.number, whose, what)
+
+    def _name(self, author: NodeId) -> str:
+        member = self._members().get(author)
+        return member.name if member is not None else author[:8]
 
     async def _write(self, plan: Plan) -> None:
         """Before anybody hears that this node works under it. An average is over when all have ended."""

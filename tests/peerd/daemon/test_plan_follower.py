@@ -72,6 +72,23 @@ def by(author: str, number: int, text: str = "allreduce") -> Plan:
     return proposal(Plan(number - 1), author, text, signing=REFEREE.signing(author))
 
 
+async def test_of_two_plans_of_one_number_the_loser_is_told_of_where_it_was_in_force(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where the halves of a swarm meet again; a later plan of somebody else is no conflict."""
+    node, ours, theirs = Node(), Plan(3, "a", True, "noloco"), Plan(3, "b", True, "gossip")
+    node.says("a", ours)
+    assert await following(node, lambda: None) == [ours]
+    assert await following(node, lambda: node.says("b", theirs)) == [ours, theirs]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert said[0].startswith("plan 3 of a (mode noloco) is dropped: b set gossip")
+    later = Plan(4, "c", True, "noloco")
+    await following(node, lambda: node.says("c", later))
+    assert node.followed[2:] == [later]
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+
 async def test_in_a_signed_swarm_only_what_its_author_signed_is_a_plan() -> None:
     node = Node(REFEREE.signing("me"))
     node.says("b", AS_STARTED)
