@@ -234,7 +234,7 @@ class PlanFollower:
         lost, self.plan, self.settings = self.plan, plan, settings
         if lost.number == plan.number and lost.author != plan.author:
             LOGGER.warning(
-                "plan %d of %s (mode %s) is dropped: %s set %s without having heard of it, and one of two wins everywhere",
+                "plan %d of %s (mode %s) is dropped: %s set %s without having heard of it, and one wins everywhere",
                 lost.number, self._name(lost.author), lost.text or self._started.mode,
                 self._name(plan.author), plan.text or self._started.mode,
             )  # fmt: skip

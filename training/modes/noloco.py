@@ -12,7 +12,8 @@ One exchange, `seq` its number:
     PairInvite  -------------------------------->    waits for a partner itself: PairAnswer(accepts); else it declines,
     PairHalf    <-- PairAnswer(accepts) ---------    and remembers who asked for when its own H steps are made
                 -------------------------------->    both halves are here: applied, and its own half said
-    applied     <------------------- PairHalf ---    which it keeps, to say it again
+    applied     <------------------- PairHalf ---    which it keeps, to say it again, whomever it meets meanwhile,
+                --- PairAnswer(accepts) -------->    until it knows that it was applied
 
 Nobody waits: training goes on meanwhile. An invitation without an answer lapses after some steps; a partner that dies
 makes place for another one. What has had no answer is said again, and no number is applied twice. A run ends with
@@ -47,6 +48,7 @@ from peerd.transport.messages import Connected, Message, PairAnswer, PairHalf, P
 STEPS = 50  # H, NoLoCo's own
 PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
 REMEMBERED = 64  # numbers of exchanges that have ended
+ANSWERS_MAX = 2  # models that are kept for partners that may not have had them
 
 
 class Stage(Enum):
@@ -125,7 +127,7 @@ class NoLoCo(ModeClass):
         self._every = settings.every
         self._outer = Outer(layout, settings.codec, values(), *outer_step(settings, ETA, MU))
         self._pair: _Pair | None = None
-        self._answered: tuple[NodeId, PairHalf] | None = None  # the last half we answered with
+        self._answers: dict[NodeId, PairHalf] = {}  # our halves that the inviter may not have
         self._ended: deque[tuple[NodeId, int]] = deque(maxlen=REMEMBERED)
         self._alive: frozenset[NodeId] = frozenset()
         self._asked_us: set[NodeId] = set()
@@ -193,6 +195,8 @@ class NoLoCo(ModeClass):
         for gone in self._met.keys() - alive:
             del self._met[gone]
         self._allowances.keep(alive)
+        for gone in self._answers.keys() - alive:
+            del self._answers[gone]
         effects = self._flush.on_peers(alive, now)
         if self._pair is not None and self._pair.peer not in alive:
             self.counts["partners_lost"] += 1
@@ -232,7 +236,8 @@ class NoLoCo(ModeClass):
     @property
     def under_way(self) -> bool:
         """Whether an exchange is."""
-        return self._flush.under_way or (self._pair is not None and self._pair.stage is Stage.SENT)
+        is_sent = self._pair is not None and self._pair.stage is Stage.SENT
+        return self._flush.under_way or is_sent or bool(self._answers)
 
     @property
     def consensus_distance(self) -> float:
@@ -276,6 +281,7 @@ class NoLoCo(ModeClass):
         pair = self._pair
         if (sender, seq) in self._ended:
             return []
+        self._answers.pop(sender, None)  # it has come to the end of the last exchange, or has forgotten it
         if pair is not None and pair.peer == sender:
             if pair.stage is Stage.SENT:  # it has forgotten our exchange, or its answer is lost: ask it
                 return [Send(sender, PairAnswer(seq, False)), *self._repeat(sender, now)]
@@ -294,6 +300,7 @@ class NoLoCo(ModeClass):
         return [Send(sender, PairAnswer(seq, False))]
 
     def _on_declined(self, sender: NodeId, seq: int, now: float) -> list[Effect]:
+        self._has_answer(sender, seq)
         if self._is_pair(sender, seq) is None:
             return []
         self._declined.add(sender)
@@ -303,6 +310,7 @@ class NoLoCo(ModeClass):
     # ---------------------------------------------------------------- the exchange
 
     def _on_accepted(self, sender: NodeId, seq: int, now: float) -> list[Effect]:
+        self._has_answer(sender, seq)
         pair = self._is_pair(sender, seq)
         if pair is None:  # we have turned to another, or this exchange has ended
             return [] if (sender, seq) in self._ended else [Send(sender, PairAnswer(seq, False))]
@@ -317,8 +325,8 @@ class NoLoCo(ModeClass):
         return [Send(sender, half)]
 
     def _on_half(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
-        if self._answered is not None and self._answered[0] == sender and self._answered[1].seq == half.seq:
-            return [Send(sender, self._answered[1])]
+        if (answer := self._answers.get(sender)) is not None and answer.seq == half.seq:
+            return [Send(sender, answer)]
         pair = self._is_pair(sender, half.seq)
         if pair is None or pair.stage is not Stage.ACCEPTED:
             return [Send(sender, PairAnswer(half.seq, False))]
@@ -328,14 +336,23 @@ class NoLoCo(ModeClass):
         except NotFinite:
             return [*self._not_finite(), Send(sender, PairAnswer(half.seq, False)), *self._end(now)]
         answer = PairHalf(half.seq, self._outer.codec, False, ours.chunks)
-        self._answered = (sender, answer)
+        self._answers.pop(sender, None)
+        while len(self._answers) >= ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+        self._answers[sender] = answer
         return [Send(sender, answer), *self._update(pair, ours, theirs)]
 
     def _on_answer(self, sender: NodeId, half: PairHalf) -> list[Effect]:
         pair = self._is_pair(sender, half.seq)
         if pair is None or pair.contribution is None:
-            return []
-        return self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
+            return [Send(sender, PairAnswer(half.seq, (sender, half.seq) in self._ended))]
+        effects = self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
+        return [*effects, Send(sender, PairAnswer(half.seq, True))]
+
+    def _has_answer(self, sender: NodeId, seq: int) -> None:
+        """Or wants none."""
+        if (answer := self._answers.get(sender)) is not None and answer.seq == seq:
+            del self._answers[sender]
 
     def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
         distance = self._outer.apart(ours, theirs)
@@ -379,8 +396,10 @@ class NoLoCo(ModeClass):
 
     def _repeat(self, peer: NodeId, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if self._answered is not None and self._answered[0] == peer:
-            effects.append(Send(peer, self._answered[1]))
+        if (answer := self._answers.get(peer)) is not None:
+            effects.append(Send(peer, answer))
+        if ended := [seq for id, seq in self._ended if id == peer]:
+            effects.append(Send(peer, PairAnswer(ended[-1], True)))  # it may wait for this word
         if self._pair is not None and self._pair.peer == peer:
             self._pair.said_at = now
             effects.append(Send(peer, self._pair.said))

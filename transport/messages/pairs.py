@@ -104,7 +104,7 @@ class PairInvite(Message):
 
 @dataclass(frozen=True, slots=True)
 class PairAnswer(Message):
-    """I wait for your half of exchange `seq`, or will have no part in it."""
+    """I wait for your half of exchange `seq`, or have had it; or will have no part in it."""
 
     KIND: ClassVar[int] = 98
     supersedes: ClassVar[bool] = True  # of refusals: who asks again has given the last exchange up

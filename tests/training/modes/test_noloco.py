@@ -294,3 +294,61 @@ def test_exchanges_go_every_way_of_the_table_and_no_other(monkeypatch: pytest.Mo
 
 def _pair_at(stage: Stage) -> _Pair | None:
     return None if stage is Stage.IDLE else _Pair("b", 1, stage, PairInvite(1), 0.0, 0)
+
+
+def through_the_first_half(swarm: GossipSwarm) -> tuple[str, str]:
+    """Who has invited, whose half has come, and who has answered; the answer is on its way."""
+    while True:
+        for source, target in list(swarm.queues):
+            if swarm.queues[source, target]:
+                half = swarm.queues[source, target][0]
+                swarm.deliver(source, target)
+                if isinstance(half, PairHalf) and half.wants_answer:
+                    return source, target
+
+
+def test_an_answer_that_was_lost_comes_though_its_sender_has_met_a_third() -> None:
+    """Else one end of the pair has moved and the other has not: their sum is another one."""
+    swarm = noloco_swarm(3, 40)
+    rng = np.random.default_rng(0)
+    for _ in range(H):
+        for name in "bc":
+            swarm.step(name, rng.normal(size=40))
+    inviter, invited = through_the_first_half(swarm)
+    assert (swarm.nodes[inviter].applied, swarm.nodes[invited].applied) == (0, 1)
+    swarm.lose(invited, inviter)  # and the connection is not made again for long
+    has_answered = False
+    while not has_answered:
+        swarm.step(invited, rng.normal(size=40))
+        swarm.step("a", rng.normal(size=40))
+        for pair in (("a", invited), (invited, "a")) * 3:
+            while queue := swarm.queues[pair]:
+                has_answered |= isinstance(queue[0], PairHalf) and pair[0] == invited and not queue[0].wants_answer
+                swarm.deliver(*pair)
+    swarm.lose(invited, inviter)
+    swarm.cut(invited, inviter)
+    swarm.settle()
+    assert swarm.nodes[inviter].applied == 1
+    assert not any(node.core._answers for node in swarm.nodes.values()), "nobody waits for a word"
+
+
+@settings(max_examples=30, deadline=None, print_blob=True)
+@given(seed=st.integers(0, 2**16))
+def test_whatever_is_lost_no_exchange_is_at_one_end_alone(seed: int) -> None:
+    """Where nobody dies, and connections are made again; answers that wait have room."""
+    swarm = noloco_swarm(3, 10, seed=seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(400):
+        one, other = rng.choice(list(swarm.nodes), 2, replace=False)
+        match rng.integers(6):
+            case 0:
+                swarm.lose(one, other)
+            case 1:
+                swarm.step(one, rng.normal(size=10))
+            case _:
+                swarm.deliver(one, other)
+    swarm.calm()
+    ended = [{(frozenset((name, peer)), seq) for peer, seq in node.core._ended} for name, node in swarm.nodes.items()]
+    of_both = [exchange for one in ended for exchange in one]
+    assert all(of_both.count(exchange) == 2 for exchange in of_both)
+    assert not any(node.core._answers for node in swarm.nodes.values())
