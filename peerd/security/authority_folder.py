@@ -70,8 +70,10 @@ def _make(folder: Path, now: datetime) -> Authority:
     return made
 
 
-def rotate(folder: Path, now: datetime, until: datetime) -> tuple[Authority, Successor]:
-    """Put a new authority in the place of the one that is kept here. Raises UserError.
+def rotate(
+    folder: Path, now: datetime, until: datetime, known: x509.Certificate | None = None
+) -> tuple[Authority, Successor]:
+    """Put a new authority in the place of the one that is kept here, if that is the one `known`. Raises UserError.
 
     The certificate's file, which has both and what they say of each other, decides which one is kept.
     """
@@ -79,6 +81,11 @@ def rotate(folder: Path, now: datetime, until: datetime) -> tuple[Authority, Suc
         with locked(folder / _LOCK):
             if (old := load(folder, now)) is None:
                 raise UserError(f"there is no authority in {folder}")
+            if known not in (
+                None,
+                old.certificate,
+            ):  # a step from one that nobody has heard of would be believed by none
+                raise UserError("another node of this user has just replaced the authority: it need not be done again")
             old.key.write(folder / _KEY)  # a crash may have left it under the other name
             new = generate(now)
             step = succeed(old, new, now, min(until, old.certificate.not_valid_after_utc))

@@ -145,7 +145,8 @@ class SharedSecrets:
             if len(self.succession.statements()) >= SUCCESSORS_MAX:
                 times = f"{SUCCESSORS_MAX} times, and members remember no more of it"
                 raise UserError(f"the authority was replaced {times}")
-            made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, wall_clock.now(), until)
+            now, known = wall_clock.now(), self.issuer.certificate
+            made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, now, until, known)
             self.issuer.become(made)
             self.hear_successors([said])
             self._make_key(trio.current_time())

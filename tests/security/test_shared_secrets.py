@@ -12,7 +12,7 @@ import pytest
 import trio
 from secret_swarm import ISSUER, KEYS, OTHER, ROOT, Node, ends, inline_threads, push_pull
 
-from peerd.security import revocations, secrets_exchange, secrets_folder, shared_secrets, wall_clock
+from peerd.security import authority_folder, revocations, secrets_exchange, secrets_folder, shared_secrets, wall_clock
 from peerd.security.keyring import ROTATE_S, SPREAD_S
 from peerd.security.secrets_exchange import UNBELIEVED_MAX
 from peerd.security.shared_secrets import FIRST_KEY_S, WRITE_AGAIN_S
@@ -96,6 +96,24 @@ async def test_of_two_replacements_at_once_one_is_refused(tmp_path: Path) -> Non
         assert len(a.secrets.succession.statements()) == 1
         assert len(refused) == 1
         assert "is being replaced already" in refused[0]
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_authority_that_another_node_of_the_user_has_just_replaced_is_not_replaced_again(
+    tmp_path: Path,
+) -> None:
+    """Members would not believe it: they have not heard of the one between, nor has this node."""
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        until = wall_clock.now() + timedelta(hours=1)
+        _, said = authority_folder.rotate(a.authority, wall_clock.now(), until)
+        with pytest.raises(UserError, match="another node of this user"):
+            await a.secrets.replace_authority(a.authority, until)
+        assert authority_folder.successors(a.authority) == [said]
+        assert a.secrets.unbelieved == 0
+        a.secrets.hear_successors([said])
+        with pytest.raises(UserError, match="is being replaced already"):
+            await a.secrets.replace_authority(a.authority, until)
         nursery.cancel_scope.cancel()
 
 
