@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,6 +50,22 @@ def test_it_has_failed_at_once_and_is_no_news() -> None:
     told = [record.id for one in messages(later) if isinstance(one.message, Ping | Ack) for record in one.message.news]
     assert "n2" not in told
     assert not [one for one in later if isinstance(one, PushPull) and one.address == ("10.0.0.1", 7002)], "nor dialled"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(State.SUSPECT, State.FAILED), (State.FAILED, State.FAILED), (State.LEFT, State.LEFT)],
+)
+def test_one_that_is_suspect_has_failed_too_and_of_one_that_is_gone_nothing_is_said(
+    before: State, after: State
+) -> None:
+    swarm = core(member(1), member(2))
+    swarm.on_datagram(Ack(0, "n1", (member(2, before, accuser="n2" if before == State.LEFT else "n1"),)), HERE, 0.0)
+    assert swarm.members["n2"].state == before
+    assert [effect for effect in swarm.revoke("n2", 1.0) if isinstance(effect, MemberChanged)] == [
+        MemberChanged("n2")
+    ] * (before != after)
+    assert swarm.members["n2"].state == after
 
 
 anything = st.builds(
