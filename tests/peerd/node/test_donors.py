@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR, DonorChoice
+from peerd.node.donors import (
+    ASK_AGAIN_S,
+    ASK_SOON_S,
+    ASKS_MAX,
+    EARLY_SHARE,
+    SLOWEST_DONOR,
+    DonorChoice,
+    RequestLimit,
+)
 
 LOOK_S = 0.5
 TURN_S = ASK_SOON_S + (ASKS_MAX - 1) * ASK_AGAIN_S  # from the first request to a silent donor to the next donor
@@ -74,3 +82,19 @@ def test_whoever_is_asked_lives_and_nobody_is_asked_without_a_pause(looks: list[
             assert donor != last[1] or now - last[0] >= ASK_SOON_S or len(givers) == 1
             last = now, donor
         assert choice.donor in givers
+
+
+@given(st.lists(st.floats(0.0, EARLY_SHARE - 0.01), min_size=ASKS_MAX, max_size=ASKS_MAX))
+def test_an_honest_newcomers_requests_are_all_heard_though_each_may_be_late(late: list[float]) -> None:
+    limit, choice = RequestLimit(), DonorChoice()
+    at = [now for now in looks(TURN_S - 1) if choice.ask("a", 0, now)]
+    assert len(at) == ASKS_MAX
+    assert all(limit.admits("newcomer", now + share * ASK_SOON_S) for now, share in zip(at, late, strict=True))
+
+
+def test_who_asks_all_the_time_is_shown_the_model_hardly_more_often() -> None:
+    limit = RequestLimit()
+    shown = [now for now in looks(10 * ASK_AGAIN_S) if limit.admits("greedy", now)]
+    assert shown[:3] == [0.0, EARLY_SHARE * ASK_SOON_S, EARLY_SHARE * (ASK_SOON_S + ASK_AGAIN_S)]
+    assert len(shown) == 2 + round((10 * ASK_AGAIN_S - shown[1]) // (EARLY_SHARE * ASK_AGAIN_S))
+    assert limit.admits("another", 0.0)
