@@ -11,7 +11,7 @@ import pytest
 from peerd.simulation.network import Profile, uniform
 from peerd.simulation.options import Learning
 from peerd.simulation.problems import BytesOnly, Problem, mean_and_distance
-from peerd.simulation.scenario import Scenario, simulate
+from peerd.simulation.scenario import Scenario, _Run, simulate
 from peerd.simulation.swarm import Swarm
 from peerd.simulation.task_problem import TaskProblem
 from peerd.simulation.teacher import Teacher
@@ -99,6 +99,23 @@ def test_digits_train_and_end_as_one_model(overlap: str) -> None:
     assert result["consensus_distance"] == 0.0
     assert result["rounds"] >= 15
     assert result["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize("peers", [3, 4])
+@pytest.mark.parametrize("exchange", ["weights", "gradients"])
+def test_rounds_go_on_where_two_cannot_connect_to_each_other(peers: int, exchange: str) -> None:
+    """They waited for 5 minutes at the first round, and the last one was of one of the two."""
+    scenario = Scenario(
+        peers=peers, problem="consensus", steps=60, mode="allreduce", exchange=exchange, codec="float32", every=0,
+        topology="ring", compute="fixed:1", faults="none",
+    )  # fmt: skip
+    run = _Run(scenario, None)
+    heal = run.swarm.cut(lambda source, target: (source, target) == (1, 2), (1, 2))
+    run.world.later(100.0, heal)  # the run has ended: members are to agree again
+    assert run.go(lambda share, look: None) == []
+    assert run.measured["virtual_seconds"] < 60 + 30
+    assert run.measured["steps_least"] == 60
+    assert run.measured["consensus_distance"] < 1e-12
 
 
 @pytest.mark.cases(2)
