@@ -94,3 +94,24 @@ def test_who_does_not_come_is_waited_for_and_then_left_out(late: str) -> None:
     assert have_it(swarm) == set(came)
     assert all((swarm.nodes[name].x == mean).all() for name in came)
     assert (swarm.nodes[late].x == before).all()
+
+
+@pytest.mark.parametrize("pair", ["bc", "cb", "ac"])
+def test_two_who_cannot_connect_to_each_other_have_the_mean_of_all(pair: str) -> None:
+    """But for whom the leader cannot reach: the others have their own."""
+    source, target = pair
+    swarm = RoundSwarm("abc", mode="average")
+    swarm.lies[source] = lambda to, message: None if to == target else message
+    swarm.all_hear()
+    for name in "abc":
+        swarm.nodes[name].x = swarm.integers()
+        come(swarm, name, True)
+    models = {name: node.x.copy() for name, node in swarm.nodes.items()}
+    for _ in range(20):
+        swarm.settle()
+        swarm.pass_time(1.0)
+        swarm.perform(source, swarm.nodes[source].core.on_unreached(target, swarm.now))
+    those = "ab" if pair == "ac" else "abc"
+    assert have_it(swarm) == set(those)
+    mean = np.sum([models[name] for name in those], axis=0) / len(those)
+    assert all((swarm.nodes[name].x == mean).all() for name in those)
