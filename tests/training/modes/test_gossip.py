@@ -20,7 +20,7 @@ from peerd.training import room
 from peerd.training.codecs import CODECS
 from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
-from peerd.training.modes import gossip
+from peerd.training.modes import EVERY_STEP, gossip
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
 from peerd.training.pairs.links import CAME, REMINDERS, TRANSITIONS, WENT, LinkState
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
@@ -803,3 +803,17 @@ def test_a_pause_is_no_offence(standing: str) -> None:
             swarm.quiesce()
     assert sum(node.core.counts["far_away"] for node in swarm.nodes.values()) > 20, "or nothing is seen here"
     assert not any(node.core.counts["graylisted"] for node in swarm.nodes.values())
+
+
+def test_after_a_runs_end_each_step_is_news_be_the_partner_there_or_not() -> None:
+    """Of another run, which the mode must hear of."""
+    swarm = linked_pair()
+    swarm.step("a", 9.0)
+    assert swarm.nodes["a"].core.quiet != EVERY_STEP
+    swarm.step("a", finishing=True)
+    assert not swarm.nodes["a"].core.drained
+    assert swarm.nodes["a"].core.quiet == EVERY_STEP
+    swarm.step("b", finishing=True)
+    swarm.quiesce()
+    assert swarm.nodes["a"].core.drained
+    assert swarm.nodes["a"].core.quiet == EVERY_STEP

@@ -6,18 +6,31 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from round_swarm import Lie, RoundSwarm, formed
 
+from peerd.training.mode_settings import ModeSettings
 from peerd.training.rounds import collective
+from peerd.training.rounds import leader as leader_module
+from peerd.training.rounds.attempt import Pace
 from peerd.training.rounds.culprits import MISSES_MAX, TRIES_APART, Culprits
-from peerd.training.rounds.leader import PATIENCE_MIN_S
+from peerd.training.rounds.leader import PATIENCE_MIN_S, Leader
 from peerd.training.rounds.member import REPEAT_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Message, PiecesTaken, RoundPhase, RoundPieces, RoundReport, RoundsWithout
+from peerd.transport.messages import (
+    Message,
+    PiecesTaken,
+    RoundBegin,
+    RoundCommit,
+    RoundPhase,
+    RoundPieces,
+    RoundReport,
+    RoundsWithout,
+)
 
 STEP_S = 3
 MISS_S = PATIENCE_MIN_S + 2 * REPEAT_S + STEP_S
@@ -363,3 +376,40 @@ def test_nobody_is_left_aside_for_ever(count: int, seed: int, course: list[bool]
     for good in course:
         trial.attempt(lambda roster, good=good: not good)  # type: ignore[misc]
     assert not trial.culprits.aside(PATIENCE_MIN_S, trial.now + (TRIES_APART + 1) * PATIENCE_MIN_S)
+
+
+# ---------------------------------------------------------------- what a leader makes of reports
+
+
+def _leader(**settings: Any) -> Leader:
+    return Leader("a", random.Random(1), ModeSettings(robust=False, **settings), 400, differences=True)
+
+
+REPORT = RoundReport(1, RoundPhase.HELD, 3, 30, 40, 0, False, False, False)
+
+
+def test_an_attempt_of_one_that_rounds_do_without_hides_none_that_the_others_hold() -> None:
+    """An earlier leader may have committed theirs."""
+    leader = _leader()
+    for id in "ab":
+        leader.heard(id, REPORT, 0.0)
+    leader.heard("c", replace(REPORT, phase=RoundPhase.READY, attempt=99), 0.0)
+    leader._done_without.add("c")
+    assert leader.decide(frozenset("abc"), Pace(), 0.0) == [(id, RoundCommit(4, 40)) for id in "ab"]
+
+
+@pytest.mark.parametrize("exchange", ["weights", "gradients"])
+def test_of_more_members_than_a_roster_has_all_have_a_turn_but_those_who_are_to_be_alike(
+    exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader_module, "ROSTER_MAX", 2)
+    leader, rosters = _leader(exchange=exchange), []
+    for number in range(4):
+        ready = replace(REPORT, phase=RoundPhase.READY, round=number, agreed=1 + number, attempt=1 + number, weight=1.0)
+        for id in "abc":
+            leader.heard(id, ready, float(number))
+        (begin,) = {order for _, order in leader.decide(frozenset("abc"), Pace(), float(number))}
+        assert isinstance(begin, RoundBegin)
+        rosters.append(begin.roster)
+        leader.begun = None
+    assert {id for roster in rosters for id in roster} == set("ab" if exchange == "gradients" else "abc")
