@@ -99,7 +99,7 @@ def test_who_does_not_come_is_waited_for_and_then_left_out(late: str) -> None:
 @pytest.mark.parametrize("pair", ["bc", "cb", "ac"])
 def test_two_who_cannot_connect_to_each_other_have_the_mean_of_all(pair: str) -> None:
     """But for whom the leader cannot reach: the others have their own."""
-    source, target = pair
+    source, target = pair[0], pair[1]
     swarm = RoundSwarm("abc", mode="average")
     swarm.lies[source] = lambda to, message: None if to == target else message
     swarm.all_hear()
