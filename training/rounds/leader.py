@@ -190,14 +190,14 @@ class Leader:
         return {id for id in told - {self._me} if now - self._heard_at[id] > limit_s}
 
     def _is_cut(self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> bool:
-        """Nobody has come further for a moment, and a member can make no connection to another one."""
+        """Nobody has come further for a moment, and a line that the attempt needs is broken."""
         assert self._begun_at is not None
         limit_s = patience_s(pace)
         still_s = now - max(self._moved.get(id, self._begun_at) for id in begun.roster)
         if still_s <= min(limit_s, max(CUT_MIN_S, CUT_SHARE * pace.slowest_s)):
             return False
-        unreached = {id: reports[id].unreached for id in begun.roster if id in reports}
-        return self._lines.stuck(unreached, limit_s, now, early=still_s <= limit_s)
+        unreached = {id: reports[id].unreached for id in {*begun.roster, self._me} if id in reports}
+        return self._lines.stuck(begun.roster, begun.topology, unreached, limit_s, now, early=still_s <= limit_s)
 
     def _waits_again_for(self, id: NodeId) -> None:
         self._done_without.discard(id)

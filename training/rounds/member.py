@@ -33,6 +33,7 @@ from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, en
 from peerd.training.rounds.choice import EVERY_AT_FIRST, EVERY_MAX, is_left_to_leader
 from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
 from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
+from peerd.training.rounds.lines import SEGMENTS_MAX
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
 from peerd.training.rounds.topology import parse_topology
 from peerd.training.rounds.weights import are_weights
@@ -56,7 +57,7 @@ from peerd.transport.messages import (
 ASIDE_TOLD_S = 60.0  # a leader may lie, and a log is not to be filled
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
-UNREACHED_MAX = 16  # members of whom one says so: with two it is the one without whom rounds go on
+UNREACHED_MAX = SEGMENTS_MAX  # members of whom one says so: a ring or a halving of more is not arranged by it
 EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
 
 TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {

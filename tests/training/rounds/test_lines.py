@@ -16,7 +16,7 @@ from peerd.training.rounds.culprits import TRIES_APART
 from peerd.training.rounds.leader import CUT_MIN_S, PATIENCE_MIN_S
 from peerd.training.rounds.lines import Lines
 from peerd.training.rounds.member import REPEAT_S, UNREACHED_MAX
-from peerd.training.rounds.topology import parse_topology
+from peerd.training.rounds.topology import ARITY_MAX, parse_topology
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Message, RoundReport
 
@@ -218,41 +218,95 @@ def test_no_honest_member_is_put_out_by_bad_lines(seed: int, count: int, overlap
 # ---------------------------------------------------------------- the rules alone
 
 
-@given(st.integers(2, 9), st.integers(0, 2**16), st.sampled_from(["ring", "tree", "tree:3", "halving"]), st.data())
+@given(
+    st.sampled_from([2, 3, 4, 5, 8, 16, 40]), st.integers(0, 2**16),
+    st.sampled_from(["ring", "tree", "tree:3", "halving"]), st.sampled_from([0.05, 0.3, 1.0]), st.data(),
+)  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_nobody_is_beside_whom_it_cannot_reach(size: int, seed: int, topology: str, data: st.DataObject) -> None:
-    names = list("abcdefghi"[:size])
-    some = st.lists(st.sampled_from(names), max_size=3)
-    unreached = {name: [other for other in data.draw(some) if other != name] for name in names}
-    lines = Lines("a", random.Random(seed))
-    said = any(unreached.values())
-    assert lines.stuck(unreached, PATIENCE_MIN_S, 0.0, early=True) == said
+def test_nobody_is_beside_whom_it_cannot_reach(
+    size: int, seed: int, topology: str, share: float, data: st.DataObject
+) -> None:
+    """And nobody is left out but who and the leader cannot reach each other."""
+    rng, names = random.Random(seed), [f"n{rank:02d}" for rank in range(size)]
+    leader = data.draw(st.sampled_from(names))
+    sayers = data.draw(st.sets(st.sampled_from(names)))
+    unreached = {
+        name: tuple(other for other in names if other != name and name in sayers and rng.random() < share)
+        for name in names
+    }
+    lines = Lines(leader, random.Random(seed))
+    lines.stuck(names, topology, unreached, PATIENCE_MIN_S, 0.0, early=True)
     order, way = lines.fitting(names, unreached, lambda size: topology)
-    assert "a" in order
-    assert len(set(order)) == len(order)
-    trees = parse_topology(way)
+    trees, near = parse_topology(way), set[tuple[str, str]]()
     for segment in range(trees.segments(len(order))):
         for rank, name in enumerate(order):
             for other in (trees.parent(segment, rank, len(order)), trees.giver(segment, rank, len(order))):
-                if other is not None:
-                    assert order[other] not in unreached[name]
-                    assert name not in unreached[order[other]]
-    if not said:
+                near |= set() if other is None else {(name, order[other]), (order[other], name)}
+        reached = {order[segment]}
+        while more := {other for name, other in near if name in reached} - reached:
+            reached |= more
+        assert reached == set(order), "all hear of each other"
+    heeded = lines._apart
+    assert not near & heeded
+    apart = {other for pair in heeded if leader in pair for other in pair if other != leader}
+    assert sorted(order) == [name for name in names if name not in apart]
+    if not heeded:
         assert (order, way) == (names, topology)
-    if not any("a" in (name, *others) for name, others in unreached.items() if others):
-        assert sorted(order) == names, "by a tree whose root is the leader"
     assert lines.fitting(names, {}, lambda size: topology) == (names, topology), "they can again"
+
+
+@pytest.mark.parametrize("size", [3, 64, 100, 200])
+@pytest.mark.parametrize("topology", ["ring", "tree", "tree:64", "halving"])
+def test_lines_of_all_but_the_leader_may_be_broken(topology: str, size: int) -> None:
+    """As many as a tree has leaves at its root, then."""
+    names = [f"n{rank:03d}" for rank in range(size)]
+    unreached = {name: tuple(other for other in names[1:] if other != name) for name in names[1:]} | {names[0]: ()}
+    lines = Lines(names[0], random.Random(size))
+    lines.stuck(names, topology, unreached, PATIENCE_MIN_S, 0.0, early=True)
+    lines._apart = {(name, other) for name, others in unreached.items() for other in others}
+    order, way = lines.fitting(names, unreached, lambda size: topology)
+    assert len(order) == len(set(order)) == min(size, ARITY_MAX + 1)
+    assert all(parse_topology(way).parent(0, rank, len(order)) == 0 for rank in range(1, len(order)))
+
+
+def test_words_of_some_leave_nobody_else_out() -> None:
+    """Three say that they reach neither the leader nor b; of what they say only their own part is done."""
+    words = {"e": "ab", "f": "ab", "g": "ab"}
+    unreached = {name: tuple(words.get(name, "")) for name in "abcdefg"}
+    lines = Lines("a", random.Random(1))
+    assert lines.stuck(list("abcdefg"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    lines._apart = {(name, other) for name, others in unreached.items() for other in others}
+    order, _ = lines.fitting(list("abcdefg"), unreached, lambda size: "ring")
+    assert sorted(order) == list("abcd")
+
+
+def test_who_leads_without_a_part_in_rounds_must_reach_all_the_same() -> None:
+    unreached: dict[str, tuple[str, ...]] = {"a": ("c",), "b": (), "c": (), "d": ()}
+    lines = Lines("a", random.Random(1))
+    assert lines.stuck(list("bcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert lines.fitting(list("bcd"), unreached, lambda size: "ring") == (["b", "d"], "ring")
+
+
+def test_a_word_of_a_line_that_an_attempt_does_not_need_does_not_end_it() -> None:
+    """Be it that the two are apart already: the attempt waits for something else."""
+    lines, unreached = Lines("a", random.Random(1)), {"a": (), "b": ("c",), "c": (), "d": ()}
+    assert not lines.stuck(list("abdc"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert lines.stuck(list("abcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    order, way = lines.fitting(list("abcd"), unreached, lambda size: "ring")
+    assert way == "ring"
+    for early in (True, False):
+        assert not lines.stuck(order, way, unreached, PATIENCE_MIN_S, 10.0, early=early)
 
 
 def test_in_so_long_a_members_word_cuts_three_attempts_short() -> None:
     lines = Lines("a", random.Random(1))
     heeded = [
-        lines.stuck({"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, float(second), early=True)
+        lines.stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, float(second), early=True)
         for second in range(0, int(TRIES_APART * PATIENCE_MIN_S), 10)
     ]
     assert heeded[:4] == [True, True, True, False]
     assert sum(heeded) == 3
-    assert lines.stuck({"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, 1000.0, early=True)
+    assert lines.stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, 1000.0, early=True)
 
 
 def test_a_connection_that_is_made_again_is_told_at_once() -> None:
