@@ -20,6 +20,8 @@ from peerd.transport.messages import Message, RoundBegin
 Lie = Callable[[str, Message], Message | None]
 """What a member says to another in place of a message; None: nothing."""
 
+DEADLINES_S = 10.0
+
 
 def formed(names: str, size: int = 12, **settings: Any) -> RoundSwarm:
     """A swarm whose members know of each other."""
@@ -130,6 +132,12 @@ class RoundSwarm(ModeSwarm):
         if move is None and not node.waits and not node.finishing:
             node.x = self.integers()
         super().step(name, 0.0 if move is None else move)
+
+    def pass_time(self, seconds: float) -> None:
+        """Nobody stands: a deadline comes when it comes."""
+        for _ in range(int(seconds // DEADLINES_S)):
+            super().pass_time(DEADLINES_S)
+        super().pass_time(seconds % DEADLINES_S)
 
     def deliver(self, source: str, target: str) -> bool:
         if queue := self.queues[source, target]:

@@ -46,6 +46,7 @@ FIRST_STEP = 1 << 20  # is drawn of as many, so that two who both lead for a whi
 PATIENCE_FIRST_S = 300.0  # before anything was measured
 PATIENCE_MIN_S = 30.0
 PATIENCE_SHARE = 4  # times the usual round
+STOOD_SHARE = 0.5  # of its patience without a look: a leader that stood itself has not heard who spoke meanwhile
 CUT_MIN_S = 4.0  # two reports of each member
 CUT_SHARE = 4  # times the slowest confirmation so far
 TINY = 1e-300  # the length of what should have none
@@ -94,6 +95,7 @@ class Leader:
         self._wanted_at: float | None = None
         self._moved: dict[NodeId, float] = {}  # when each member of the attempt came further
         self._begun_at: float | None = None
+        self._looked_at = self._awake_since = -math.inf
         self._open_since: float | None = None  # when the last attempt that was committed began
 
     @property
@@ -143,6 +145,9 @@ class Leader:
         """What to tell whom now."""
         reports = {id: report for id, report in sorted(self._reports.items()) if id in everyone}
         limit_s = patience_s(pace)
+        if self.waits and now - self._looked_at > STOOD_SHARE * limit_s:
+            self._awake_since = now
+        self._looked_at = now
         orders = self._late_commits(reports)
         if self.begun is not None:
             survivors = [id for id in self.begun.roster if self._survives(id, reports)]
@@ -169,7 +174,7 @@ class Leader:
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         self._owing = {id: self._owing.get(id, now) for id in self._owe(reports)}
         waited = [*self._silent.items(), *self._owing.items()]
-        self._done_without |= {id for id, since in waited if now - since > limit_s}
+        self._done_without |= {id for id, since in waited if now - max(since, self._awake_since) > limit_s}
         if self._silent.keys() <= self._done_without:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
@@ -178,22 +183,26 @@ class Leader:
     def _is_stuck(self, begun: RoundBegin, limit_s: float, now: float) -> bool:
         """Nobody has come further for so long; or one alone says so, for longer than the last of a chain may lag."""
         assert self._begun_at is not None
-        moved = sorted((self._moved.get(id, self._begun_at) for id in begun.roster), reverse=True)
+        moved = sorted((self._moved_at(id) for id in begun.roster), reverse=True)
         last, before = moved[0], moved[min(1, len(moved) - 1)]
         return now - last > limit_s or now - before > limit_s + PATIENCE_SHARE * (before - self._begun_at)
+
+    def _moved_at(self, id: NodeId) -> float:
+        """When it came further in the attempt, as far as this leader can know."""
+        assert self._begun_at is not None
+        return max(self._moved.get(id, self._begun_at), self._awake_since)
 
     def _unheard(
         self, begun: RoundBegin, reports: dict[NodeId, RoundReport], limit_s: float, now: float
     ) -> set[NodeId]:
         """Who is in this attempt, which it says again and again, and has said nothing for so long."""
         told = {id for id in begun.roster if id in reports and reports[id].phase != RoundPhase.IDLE}
-        return {id for id in told - {self._me} if now - self._heard_at[id] > limit_s}
+        return {id for id in told - {self._me} if now - max(self._heard_at[id], self._awake_since) > limit_s}
 
     def _is_cut(self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> bool:
         """Nobody has come further for a moment, and a line that the attempt needs is broken."""
-        assert self._begun_at is not None
         limit_s = patience_s(pace)
-        still_s = now - max(self._moved.get(id, self._begun_at) for id in begun.roster)
+        still_s = now - max(self._moved_at(id) for id in begun.roster)
         if still_s <= min(limit_s, max(CUT_MIN_S, CUT_SHARE * pace.slowest_s)):
             return False
         unreached = {id: reports[id].unreached for id in {*begun.roster, self._me} if id in reports}
@@ -331,7 +340,7 @@ class Leader:
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
         idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
         awaited = {id for id in idle - self._done_without if self._missed[id] < MISSES_MAX}
-        if late or (awaited and now - self._wanted_at <= waits_s(pace, self._settings)):
+        if late or (awaited and now - max(self._wanted_at, self._awake_since) <= waits_s(pace, self._settings)):
             return []
         self._left_behind = idle
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}

@@ -180,6 +180,42 @@ def test_who_falls_silent_in_an_attempt_costs_one_patience() -> None:
 # ---------------------------------------------------------------- who is honest, and slow
 
 
+@pytest.mark.parametrize("stood_s", [20, 40, 400])
+def test_a_leader_that_stood_itself_hears_the_others_before_it_judges_them(stood_s: int) -> None:
+    """It ended an attempt, made a round alone at once, or began one without half of them."""
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 10)
+    for name in "abc":
+        swarm.step(name)
+    while not all(node.core.under_way for node in swarm.nodes.values()):
+        swarm.deliver(*swarm.waiting()[0])
+    leader, before = swarm.nodes["a"].core, {name: len(node.rounds) for name, node in swarm.nodes.items()}
+    order = leader._rounds._leader.begun
+    swarm.now += stood_s
+    swarm.perform("a", leader.on_timer(swarm.now))
+    assert order is not None
+    assert leader._rounds._leader.begun == order
+    swarm.settle()
+    assert {name: len(node.rounds) - before[name] for name, node in swarm.nodes.items()} == dict.fromkeys("abc", 1)
+
+
+def test_a_leader_that_stood_between_rounds_has_the_others_in_the_next_one() -> None:
+    """Their contributions are there as soon as it hears."""
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 10)
+    before = {name: len(node.rounds) for name, node in swarm.nodes.items()}
+    swarm.step("a")
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    for name in "bc":
+        swarm.step(name)
+    swarm.now += 400
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    swarm.settle()
+    assert {name: len(node.rounds) - before[name] for name, node in swarm.nodes.items()} == dict.fromkeys("abc", 1)
+
+
 @pytest.mark.one_run_in(3)
 @given(st.integers(0, 2**16), st.integers(3, 5), st.sampled_from(["blocking", "quorum", "delayed"]))
 @settings(max_examples=8, deadline=None, print_blob=True)

@@ -675,8 +675,9 @@ def test_who_leads_and_stands_aside_begins_nothing_while_a_commit_is_under_way(m
     swarm.settle()
     swarm.finish("b")
     swarm.settle()
-    swarm.now += PATIENCE_FIRST_S + 100
-    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    for _ in range(4):
+        swarm.now += PATIENCE_FIRST_S / 3
+        swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
     swarm.heal()
     assert swarm.nodes["b"].core.counts["rounds"] == 1
     assert swarm.nodes["b"].core.counts["attempts"] == 1
