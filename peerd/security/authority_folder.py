@@ -81,10 +81,8 @@ def rotate(
         with locked(folder / _LOCK):
             if (old := load(folder, now)) is None:
                 raise UserError(f"there is no authority in {folder}")
-            if known not in (
-                None,
-                old.certificate,
-            ):  # a step from one that nobody has heard of would be believed by none
+            # a step from one that nobody has heard of would be believed by none
+            if known is not None and known != old.certificate:
                 raise UserError("another node of this user has just replaced the authority: it need not be done again")
             old.key.write(folder / _KEY)  # a crash may have left it under the other name
             new = generate(now)

@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant
 from weather import NAMES, Connections, weather_settings
 
 from peerd.training.effects import Vector
-from peerd.training.modes.noloco import TRANSITIONS, NoLoCo, Stage, _Pair
+from peerd.training.modes.noloco import ANSWERS_MAX, TRANSITIONS, NoLoCo, Stage, _Pair
 from peerd.training.one_way.allowance import BUFFERS_MAX, LIMIT, REACH_MIN
 from peerd.training.pairs.outer import ETA, MU
 from peerd.training.pairs.robust import FLUSH
@@ -330,6 +330,21 @@ def test_an_answer_that_was_lost_comes_though_its_sender_has_met_a_third() -> No
     swarm.settle()
     assert swarm.nodes[inviter].applied == 1
     assert not any(node.core._answers for node in swarm.nodes.values()), "nobody waits for a word"
+
+
+def test_no_more_answers_are_kept_than_there_is_room_for() -> None:
+    """Each is a whole model, and who lies says never that it has one."""
+    swarm = noloco_swarm(6, 10)
+    node = swarm.nodes["f"].core
+    for seq, name in enumerate("abcde"):  # a smaller id's invitation is heeded
+        for _ in range(2 * H):
+            swarm.step("f", 0.1)
+        swarm.perform("f", node.on_message(name, PairInvite(seq), swarm.now))
+        half = PairHalf(seq, "float32", True, node._outer.contribute(swarm.nodes[name].x).chunks)
+        swarm.perform("f", node.on_message(name, half, swarm.now))
+        assert node.counts["exchanges"] == seq + 1
+        assert len(node._answers) <= ANSWERS_MAX
+    assert list(node._answers) == ["d", "e"]
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)
