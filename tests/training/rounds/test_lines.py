@@ -98,6 +98,20 @@ def test_rounds_of_three_go_on_soon(pair: str, seconds: int, overlap: str) -> No
     assert {name for name, _ in swarm.logged} == set(), "nobody was set aside for it"
 
 
+@pytest.mark.parametrize("pair", ["ac", "ca"])
+def test_who_and_the_leader_cannot_reach_each_other_has_another_lead(pair: str) -> None:
+    """For one that cannot say where it is three rounds wait, as for one without a contribution."""
+    swarm = RoundSwarm("abc", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 20)
+    line = Line(swarm, *pair)
+    line.breaks()
+    assert live_through(swarm, 120, line.is_dialled) <= PATIENCE_MIN_S + PATIENCE_MIN_S / 2 + 2 * REPEAT_S
+    live_through(swarm, 880, line.is_dialled)
+    made = rounds(swarm, 20)
+    assert min(made.values()) == max(made.values()) >= 19
+
+
 @pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
 def test_all_stay_in_rounds_as_the_two_need_not_be_neighbours(topology: str) -> None:
     swarm = RoundSwarm("abcd", overlap="blocking", topology=topology)
