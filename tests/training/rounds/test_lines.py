@@ -230,6 +230,18 @@ def test_a_leader_that_stood_between_rounds_has_the_others_in_the_next_one() -> 
     assert {name: len(node.rounds) - before[name] for name, node in swarm.nodes.items()} == dict.fromkeys("abc", 1)
 
 
+def test_a_leader_that_stood_before_anybody_reported_begins_with_all() -> None:
+    swarm = RoundSwarm("abc", overlap="blocking", every=1)
+    swarm.all_hear()
+    for name in "abc":
+        swarm.step(name)
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    swarm.now += 400
+    swarm.perform("a", swarm.nodes["a"].core.on_timer(swarm.now))
+    swarm.settle()
+    assert {name: len(node.rounds) for name, node in swarm.nodes.items()} == dict.fromkeys("abc", 1)
+
+
 @pytest.mark.one_run_in(3)
 @given(st.integers(0, 2**16), st.integers(3, 5), st.sampled_from(["blocking", "quorum", "delayed"]))
 @settings(max_examples=8, deadline=None, print_blob=True)
