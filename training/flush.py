@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FLUSH_CODEC = "int4"  # an eighth of a difference's length is left after one exchange, a sixtieth after two
-FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one; a test accuracy does not resolve it
+FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one
 WHILE_ONE_TRAINS = 3.0  # tolerances: its end moves all once more, and they agree then
 WINDOW = 32  # exchanges of a flush within which two that do not agree come closer, or never will
 CLOSER = 0.98  # of the distance before: what an honest member's exchanges come to even where they are clipped

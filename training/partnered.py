@@ -231,20 +231,23 @@ class PartneredMode(LinkedMode, Generic[P]):
 
     # ---------------------------------------------------------------- the final flush
 
-    def _note_progress(self, partner: P) -> None:
-        """An exchange with it is over."""
+    def _note_progress(self, partner: P, apart: float) -> None:
+        """An exchange with it is over, before which its model was so far from ours."""
         if not self._report.finishing:
             partner.progress = Progress()
         elif partner.peer_finishing:  # who still trains is waited for
-            partner.progress.note(partner.distance, agree=self._is_close(partner))
+            partner.progress.note(apart, agree=self._is_close(partner))
 
     def _agrees(self, partner: P) -> bool:
         """Or never will: one that lies, or that may be moved no further."""
         return (partner.flushed and partner.progress.is_stuck) or self._is_close(partner)
 
+    @property
+    def _tolerance(self) -> float:
+        return self.tolerance * (WHILE_ONE_TRAINS if self._one_trains else 1.0)
+
     def _is_close(self, partner: P) -> bool:
-        tolerance = self.tolerance * (WHILE_ONE_TRAINS if self._one_trains else 1.0)
-        close = partner.distance + partner.moved <= tolerance * partner.anchor_norm
+        close = partner.distance + partner.moved <= self._tolerance * partner.anchor_norm
         return partner.flushed and partner.peer_finishing and close
 
     def _proceed(self, partners: list[P], *, expects_more: bool, under_way: bool) -> list[Effect]:

@@ -27,6 +27,7 @@ from peerd.training.effects import Vector
 from peerd.training.kernels.cores import each
 from peerd.training.kernels.passes import add, parts, squares_by
 from peerd.training.model.variances import bounded
+from peerd.training.sketch import Sketch, sketch
 
 WHOLE_MAX = 1 << 22
 """Values of a model that is kept whole: 16 MB."""
@@ -87,6 +88,8 @@ class Sample:
         self._parameters = layout.parameters
         self._of_parameters = int(np.searchsorted(stops, layout.parameters, side="right"))
         gap = layout.total - self.kept  # buffers, the last of all, are kept whole
+        self._layout = layout
+        self._buffers = layout.total - layout.parameters  # all of them are kept
         self._variances = [slice(start - gap, stop - gap) for start, stop in layout.variances]
 
     def take(self, values: Vector) -> Vector:
@@ -142,6 +145,16 @@ class Sample:
         if self.is_whole:
             return norm_of_difference(values[: self._parameters], kept[: self._parameters])
         return math.sqrt(self.squares(values, kept)[: self._of_parameters].sum())
+
+    def sketch(self, values: Vector, seed: bytes) -> Sketch:
+        """About the model's, shape (2, WIDTH): the distance of two is about that of the two models."""
+        if self.is_whole:
+            return sketch(values, self._layout, seed)
+        kept, start = self.take(values), 0
+        for stop, weight in zip(self._kept_stops, self._weights, strict=True):
+            kept[start:stop] *= math.sqrt(weight)
+            start = stop
+        return sketch(kept, Layout(len(kept) - self._buffers, len(kept)), seed)
 
     def _all_stops(self) -> npt.NDArray[np.int64]:
         found: list[int] = []

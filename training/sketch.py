@@ -19,7 +19,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 
 WIDTH = 61  # sums, two of which a message takes; a prime, so that the columns of a tensor are spread over all
-BLOCK = 1024 * WIDTH  # values whose signs are drawn at once
+BLOCK = 16 * WIDTH * WIDTH  # values whose signs are drawn at once
 _SUMS = np.dtype("<f4")  # as they travel
 
 Sketch = npt.NDArray[np.float64]
@@ -28,15 +28,21 @@ Sketch = npt.NDArray[np.float64]
 
 def sketch(values: Vector, layout: Layout, seed: bytes) -> Sketch:
     """Of a model, shape (layout.total,)."""
-    found = np.zeros((2, WIDTH))
+    return np.stack([_sums(values, seed, 0, layout.parameters), _sums(values, seed, layout.parameters, layout.total)])
+
+
+def _sums(values: Vector, seed: bytes, start: int, stop: int) -> npt.NDArray[np.float64]:
+    """Of the values from `start` to `stop`, shape (WIDTH,). Of a column of as many values as there are sums each row
+    goes to the next one: no column is a single sum, which would be next to nothing in one of so many models."""
+    rows = np.zeros((WIDTH, WIDTH))
     with np.errstate(invalid="ignore", over="ignore"):  # of what is not finite
-        for part, (start, stop) in zip(found, ((0, layout.parameters), (layout.parameters, layout.total)), strict=True):
-            for first in range(start, stop, BLOCK):
-                signs = _signs(seed, first)
-                block = values[first : min(first + BLOCK, stop)]
-                signs[: len(block)] *= block
-                signs[len(block) :] = 0.0
-                part += signs.reshape(-1, WIDTH).sum(axis=0, dtype=np.float64)
+        for first in range(start, stop, BLOCK):
+            signs = _signs(seed, first)
+            block = values[first : min(first + BLOCK, stop)]
+            signs[: len(block)] *= block
+            signs[len(block) :] = 0.0
+            rows += signs.reshape(-1, WIDTH, WIDTH).sum(axis=0, dtype=np.float64)
+        found: npt.NDArray[np.float64] = np.sum([np.roll(row, shift) for shift, row in enumerate(rows)], axis=0)
     return found
 
 

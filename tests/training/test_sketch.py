@@ -92,4 +92,4 @@ def test_what_is_no_sketch_is_refused(size: int) -> None:
         unpacked(bytes(size))
 
 
-FIRST = [325.0, -9.0, 61.0, 30.0]
+FIRST = [325.0, -9.0, -1.0, -60.0]

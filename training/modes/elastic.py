@@ -73,6 +73,7 @@ BETA_END = 2.0  # where all workers pull at once, a centre would be thrown beyon
 class _Worker(Gossip):
     """The trainer's side: it begins the exchanges of the training, and one to hand over what it holds at the end."""
 
+    COMPARES = False
     tolerance = 1.1 * FLUSH_TOLERANCE  # the two ends' norms differ by the tolerance: it accepts what the centre does
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
@@ -83,9 +84,11 @@ class _Centre(Gossip):
     """C's side: it answers, and flushes in rounds with all workers that have ended.
 
     In a first round C becomes the mean of all; in a second, which leaves C where it is, each worker goes half the way
-    to it; and so on. Metropolis weights alone would need as many rounds as there are workers.
+    to it; and so on. One worker after the other would need as many rounds as there are workers.
     """
 
+    COMPARES = False
+    tolerance = FLUSH_TOLERANCE
     _members: frozenset[NodeId] = frozenset()
     _half_way = False
 

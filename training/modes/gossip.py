@@ -5,8 +5,8 @@ exchange with that partner. The decision is made twice: first on a bound, by the
 lives (a quiet node copies nothing and says nothing), then, if that fires, here, on the exact change of the copy that
 comes with the trainer's word.
 
-How links to partners come and go is links.py's. A run ends with a flush: exchanges with a fine codec until every
-partner that has also ended agrees.
+How links to partners come and go is links.py's. A run ends with a flush: partners say where their models are
+(nearness.py), and those far apart exchange with a fine codec, until all that have also ended are near.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from peerd.training.batch_sizes import Work
 from peerd.training.codecs.concentration import Concentration
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Layout, NotFinite
 from peerd.training.effects import Apply, Effect, Log, Send, StepReport, Vector
-from peerd.training.flush import FLUSH_CODEC
+from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.codec_choice import CodecChoice
 from peerd.training.pairs.duration import StepTime
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
+from peerd.training.pairs.nearness import SEED, apart, can_be_said, heard
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
+from peerd.training.sketch import Sketch
+from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -41,6 +44,7 @@ from peerd.transport.messages import (
     LinkClosed,
     LinkEqual,
     LinkOpen,
+    LinkSketch,
     LinkSnapshot,
     Message,
 )
@@ -57,6 +61,8 @@ ALONE = (
     "swarm.steps(N) ends with theirs)"
 )
 STEP_MIN_S = 1e-9
+NORM_MIN = 1e-30
+MOVED = 0.1  # tolerances: a model that has moved so far is said to be elsewhere
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
 
@@ -66,6 +72,9 @@ class Gossip(PartneredMode[PairLink]):
 
     NAME = "gossip"
     CODEC = AUTO
+    tolerance = 0.7 * FLUSH_TOLERANCE  # of what is measured, with some error; others have bounds above it
+    COMPARES = True
+    """At a run's end partners say where they are, and exchange where that is far apart."""
 
     def __init__(
         self,
@@ -94,12 +103,14 @@ class Gossip(PartneredMode[PairLink]):
         self._alone_from: tuple[float, float] | None = None  # the step and the time at which partners' runs had ended
         self._met = False  # another mode brings members together, and flushes by this one
         self._flush_waits = False  # until the next event, at once, when the model has been corrected
+        self._sketch: Sketch | None = None  # of the model, while nothing changes it
 
     # ---------------------------------------------------------------- events
 
     def on_step(self, report: StepReport, now: float) -> list[Effect]:
         """See `PartneredMode`."""
         self._reclaim()
+        self._sketch = None
         self._step_time.heard(report.step, now)
         if not report.finishing:
             self._samples = report.samples
@@ -108,6 +119,8 @@ class Gossip(PartneredMode[PairLink]):
             self._allowances.end_run(self._compared())
         elif self._report.finishing and not report.finishing:
             self._flush_waits = False
+            for link in self._held():
+                link.near.forget()
             self._allowances.begin_run()
             self._tell_news()
         return super().on_step(report, now)
@@ -126,6 +139,8 @@ class Gossip(PartneredMode[PairLink]):
                 effects = self._links.on_close(sender, message, now)
             case LinkClosed():
                 effects = self._links.on_closed(sender, message, now) + self._flush(now)
+            case LinkSketch():
+                effects = self._on_sketch(sender, message, now)
             case DeltaTaken():
                 self._links.on_taken(sender, message.link, message.seq)
                 effects = []
@@ -214,10 +229,22 @@ class Gossip(PartneredMode[PairLink]):
         return self._links.idle()
 
     def _say_again(self, now: float) -> list[Effect]:
-        return self._links.on_timer(now)
+        for link in self._unheard():
+            if (told := link.near.told) is not None and now - told.at >= SILENCE_MAX_S:
+                link.near.told = None
+        return self._links.on_timer(now) + self._flush(now)
 
     def _say_again_at(self, now: float) -> float:
-        return now if self._flush_waits else self._links.deadline(now)
+        if self._flush_waits:
+            return now
+        unheard = [told.at for link in self._unheard() if (told := link.near.told) is not None]
+        return min(self._links.deadline(now), min(unheard, default=math.inf) + WAKE_AFTER_S)
+
+    def _unheard(self) -> list[PairLink]:
+        """At the end of our run: of whom it is to be said where they are."""
+        if not self._report.finishing or not self.COMPARES:
+            return []
+        return [link for link in self._links.live() if not link.closing and self._is_unheard(link)]
 
     # ---------------------------------------------------------------- exchanges
 
@@ -283,13 +310,16 @@ class Gossip(PartneredMode[PairLink]):
             self._choice.moved(self._concentration.of(values))
             self._concentration.begins(values)
             self._choice.choose(link)
-        if theirs.finishing and not link.peer_finishing:
+        if theirs.finishing and not link.may_at_end:
             self._allowances.peer_ended(link.peer, self._compared())
-        link.peer_finishing = theirs.finishing
+        link.may_at_end = link.peer_finishing = theirs.finishing
         ours = link.reference.answered
         self._allowances.heard(link.peer, both.limits)
         self._allowances.spent(link.peer, both.moved, both.distances)
-        self._note_progress(link)
+        norm = max(link.anchor_norm, NORM_MIN)
+        # not said: the link was cut meanwhile
+        off = link.near.apart(norm) if link.near.is_said else link.distance / norm
+        self._note_progress(link, max(min(off, VALUE_MAX), self.tolerance))
         flushed = ours is not None and ours.finishing and ours.codec == FLUSH_CODEC
         link.flushed |= self._report.finishing and flushed
         self.counts["exchanges"] += 1
@@ -342,11 +372,7 @@ class Gossip(PartneredMode[PairLink]):
             codec = self._choice.answer(link, theirs)
         else:
             codec = self._codec(link)
-        if self._report.finishing:
-            limit = self._flush_limit()
-        else:
-            overlapping = sum([link.reference.under_way is not None for link in self._links.live()])
-            limit = min(self.gain_limit, 1 / (2 + overlapping))
+        limit = self._flush_limit() if self._report.finishing else min(self.gain_limit, self._shared_gain())
         gain = self._gain(codec)
         work = Work(self._samples, 1 / max(STEP_MIN_S, self._step_time.seconds))
         free = self._report.finishing and self._comparable() < COMPARED_MIN
@@ -378,6 +404,7 @@ class Gossip(PartneredMode[PairLink]):
         return self._alive if self._met else self._partners()
 
     def _lend(self, correction: Vector, but: PairLink | None = None, length: float | None = None) -> None:
+        self._sketch = None
         self._allowances.corrected(correction)
         if self._concentration is not None:
             self._concentration.corrected(correction)
@@ -429,17 +456,100 @@ class Gossip(PartneredMode[PairLink]):
         self._one_trains = not all(link.peer_finishing for link in live)
         if not self._one_trains:
             self._tell_news()
+        if self.COMPARES:
+            effects += self._compare(live, now)
         under_way = any(link.reference.under_way is not None for link in live)
-        if not under_way:  # then with all at once: a round
+        if not under_way:
             for link in self._round(sorted(live, key=lambda link: link.peer)):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
         return effects + self._proceed(live, expects_more=self._links.expects_more(now), under_way=under_way)
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
-        """Who is exchanged with next: a partner still training gets our model once, and comes back when it ends too."""
-        return [link for link in live if not self._agrees(link) and (link.peer_finishing or not link.flushed)]
+        """Who is exchanged with next: the one furthest off (greedy gossip: Ustebay et al. 2010, arXiv:0909.1830).
+
+        One at a time: two that meet alone go half the way each, where all at once would go a fourth or a seventh of it
+        for as many bytes. A partner that trains on gets our model once, and comes back when its run ends, too.
+        """
+        far = [link for link in live if self._is_known(link) and not self._agrees(link)]
+        return sorted([link for link in far if link.peer_finishing or not link.flushed], key=_apart)[-1:]
+
+    def _shared_gain(self) -> float:
+        """Exchanges that overlap share the gain."""
+        return 1 / (2 + sum([link.reference.under_way is not None for link in self._links.live()]))
 
     def _flush_limit(self) -> float:
-        """Metropolis weights: all links at once still contract (Xiao, Boyd 2004)."""
-        return 1 / (1 + max(1, len(self._links.live())))
+        return self._shared_gain()
+
+    # ---------------------------------------------------------------- who is near
+
+    def _on_sketch(self, sender: NodeId, message: LinkSketch, now: float) -> list[Effect]:
+        link = self._links.held.get(sender)
+        if link is None or link.reference.link != message.link:
+            return self._links.on_unknown(sender, message.link, now)
+        if not link.near.hear(heard(message, now)):
+            return []
+        link.peer_finishing = message.finishing
+        effects: list[Effect] = []
+        if message.asks:
+            # of a model that cannot be said none waits, as with one that cannot be exchanged
+            effects += self._tell(link, now) or [*not_finite(self.counts), *self._links.end(sender, now)]
+        return effects + self._flush(now)
+
+    def _compare(self, links: list[PairLink], now: float) -> list[Effect]:
+        """Say where our model is now, and see who is near."""
+        effects: list[Effect] = []
+        for link in links:
+            if self._is_news(link):
+                asks = link.near.told is None and self._is_unheard(link)
+                effects += self._tell(link, now, asks=asks) or not_finite(self.counts)
+            # while an exchange is under way one that lies could say both in turn, and never be stuck
+            if link.idle and self._is_known(link) and self._is_near(link):
+                link.distance = link.near.distance
+                link.flushed = True
+                link.progress.note(link.distance, agree=True)
+        return effects
+
+    def _is_news(self, link: PairLink) -> bool:
+        """Whether the peer must hear where our model is. What comes of one who trains on is said when that one has
+        ended, too: not at each of its steps, to all by all."""
+        told = link.near.told
+        if told is None or not told.finishing or told.seq != link.reference.version:
+            return True
+        if self._one_trains and link.flushed:
+            return False
+        return apart(told.sums, self._where(), link.anchor_norm) > MOVED * self._tolerance
+
+    def _tell(self, link: PairLink, now: float, *, asks: bool = False) -> list[Effect]:
+        """Nothing, of a model that is not finite."""
+        if not can_be_said(self._where()):
+            return []
+        version, finishing = link.reference.version, self._report.finishing
+        told = link.near.tell(version, self._where(), now, finishing=finishing, asks=asks)
+        return [Send(link.peer, told.message(link.reference.link, asks=link.near.asks))]
+
+    def _where(self) -> Sketch:
+        if self._sketch is None:
+            self._sketch = self._sample.sketch(self._current(), SEED)
+        return self._sketch
+
+    def _is_known(self, link: PairLink) -> bool:
+        return link.near.is_known(link.reference.version)
+
+    def _is_unheard(self, link: PairLink) -> bool:
+        """Whether it is to be said where this one is; of one that trains on also whether it has ended, once a while."""
+        return not (self._is_known(link) and link.peer_finishing)
+
+    def _is_near(self, link: PairLink) -> bool:
+        # what one that trains on has not got by now it may never get: this node may leave
+        tolerance = self._tolerance if link.peer_finishing else FLUSH_TOLERANCE
+        return link.near.apart(link.anchor_norm) <= tolerance
+
+    def _is_close(self, partner: PairLink) -> bool:
+        if not self.COMPARES:
+            return super()._is_close(partner)
+        return partner.peer_finishing and self._is_known(partner) and self._is_near(partner)
+
+
+def _apart(link: PairLink) -> float:
+    return link.near.apart(link.anchor_norm)

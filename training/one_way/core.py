@@ -223,7 +223,7 @@ class OneWay(PartneredMode[Partner]):
         if partner is not None:
             partner.peer_finishing = message.finishing
             partner.distance = message.distance
-            self._note_progress(partner)
+            self._note_progress(partner, partner.distance)
         if outgoing.under_way is not None and outgoing.under_way.seq == message.taken:
             self._completed(outgoing, outgoing.under_way, sender, now)
 

@@ -43,6 +43,7 @@ from peerd.training.flush import Progress
 from peerd.training.mode import ENDED_MAX
 from peerd.training.pairs.duration import SPARSE, Durations
 from peerd.training.pairs.graylist import Graylist
+from peerd.training.pairs.nearness import Nearness
 from peerd.training.pairs.reference import PairedReference, Unfinished
 from peerd.training.pairs.start import SNAPSHOT_CODEC, arrived, snapshot, start_of
 from peerd.training.room import room
@@ -115,12 +116,14 @@ class PairLink:
     codec: str = SPARSE  # of the next exchange, where `auto` chooses
     distance: float = 0.0  # between the two models, at the last exchange
     peer_finishing: bool = False
-    flushed: bool = False  # exchanged since our own trainer ended
+    may_at_end: bool = False  # it has been granted what a peer may do at its run's end (robust.py)
+    flushed: bool = False  # since our own trainer ended: it has what we had, or was near
     last_reason: str = ""
     start_norm: float = 0.0  # of the whole vector, buffers too, when the link was made
     progress: Progress = field(default_factory=Progress)  # since our own trainer ended
     worth: float = 1.0  # see `PartnerState`
     took: Durations = field(default_factory=Durations)
+    near: Nearness = field(default_factory=Nearness)
 
     def enter(self, state: LinkState) -> None:
         """The only way from one state to another."""
@@ -344,6 +347,11 @@ class PairLinks:
         self._declined.add(sender)  # its place there is somebody else's now
         return effects + self.fill_view(now)
 
+    def on_unknown(self, sender: NodeId, number: int, now: float) -> list[Effect]:
+        """The peer says something of a link that is not held: it may have overtaken what that one begins with."""
+        asked, _ = self.opening.get(sender, (None, 0.0))
+        return [] if asked == number else self.last_word(sender, number, now)
+
     def on_closed(self, sender: NodeId, message: LinkClosed, now: float) -> list[Effect]:
         """The peer does not hold the link, or declines to."""
         link, number = self.held.get(sender), message.link
@@ -441,6 +449,7 @@ class PairLinks:
         """It may have begun anew, or have forgotten the link: what it was told of our end it is told again."""
         if (link := self.held.get(peer)) is not None:
             link.flushed = False
+            link.near.forget()
 
     def repeat(self, peer: NodeId, now: float) -> list[Effect]:
         """Say again what may have been lost with a connection."""

@@ -86,6 +86,20 @@ class DeltaTaken(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class LinkSketch(Message):
+    """A few numbers of the sender's model (training/sketch.py), which has applied exchange `seq` of `link`."""
+
+    KIND: ClassVar[int] = 54
+    supersedes: ClassVar[bool] = True
+    link: Drawn
+    number: Drawn  # of the sender's sketches over this link: an older one that comes late, or again, says nothing
+    seq: Drawn
+    finishing: bool  # the sender's trainer has ended
+    asks: bool  # and yours? No exchange: how long an answer takes says nothing of those (mode_core.py)
+    sums: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CentreIs(Message):
     """Elastic averaging: whom the sender takes for the centre; `age` counts its exchanges, if that is the sender."""
 

@@ -14,7 +14,7 @@ from mode_swarm import ModeSwarm
 
 import peerd.training.room
 from peerd.training.mode_core import ModeCore, PeersChanged, Received
-from peerd.transport.messages import Delta, DeltaTaken, PairHalf
+from peerd.transport.messages import Delta, DeltaTaken, LinkSketch, PairHalf
 
 
 def test_who_accepted_a_pair_that_the_other_gave_up_goes_on_with_others() -> None:
@@ -144,6 +144,17 @@ def test_an_exchange_with_one_that_left_is_no_measure_any_more() -> None:
     assert core.slowest_s == 100.0
     core.handle(PeersChanged(frozenset("y")), 101.0)
     assert core.slowest_s == 2.0
+
+
+def test_a_question_is_no_exchange() -> None:
+    nothing: Any = SimpleNamespace(counts={}, on_peers=lambda *_: [], on_message=lambda *_: [])
+    core = ModeCore()
+    core.mode = nothing
+    core.handle(PeersChanged(frozenset("x")), 0.0)
+    question = LinkSketch(1, 1, 0, True, True, bytes(488))
+    core.sent("x", question, 0.0)
+    core.handle(Received("x", question), 100.0)
+    assert core.slowest_s == 0.0
 
 
 @pytest.mark.parametrize("seed", [5, 6, 10, 11])
