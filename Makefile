@@ -56,7 +56,7 @@ format: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt training/kernels/kernels.c
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "peerd needs Python 3.11 or later; set PYTHON=")'
-	@test -d .venv || echo "setting up .venv: torch for the CPU and all else that peerd needs, 1.5 GB; some minutes"
+	@test -d .venv || echo "setting up .venv: 1.5 GB with torch for the CPU, several more where pip takes the one with CUDA; some minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@

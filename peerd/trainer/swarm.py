@@ -304,8 +304,8 @@ class Swarm:
         if self.step_count < total and self._follower is None and not self._told_cut_short:
             self._told_cut_short = True
             made = f"{self.step_count:,} of {total:,}"
-            behind = "this node is behind most others (it is slower, or was restarted, or came late)"
-            say(f"{behind}: its run ends with theirs, after {made} steps")
+            late = "this node left out steps that most others were past (it is slower, or was restarted, or came late)"
+            say(f"{late}: its run ends with theirs, after {made} steps")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

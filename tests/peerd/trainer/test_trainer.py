@@ -729,8 +729,8 @@ def test_a_run_that_ends_before_its_last_step_says_why_once(
         node.side.runner.session.board.say_others(OVER)
 
     with_daemon(path, script, beside)
-    behind = "peerd: this node is behind most others (it is slower, or was restarted, or came late)"
-    line = f"{behind}: its run ends with theirs, after {made:,} of 1,000,000 steps"
+    late = "peerd: this node left out steps that most others were past (it is slower, or was restarted, or came late)"
+    line = f"{late}: its run ends with theirs, after {made:,} of 1,000,000 steps"
     assert capfd.readouterr().err.count(line) == 1
 
 
