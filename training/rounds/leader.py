@@ -155,7 +155,7 @@ class Leader:
             is_void = held and any(report.is_void for report in self._said.values())
             if held and not is_void:
                 return orders + self._commit(self.begun, survivors, pace, now)
-            stuck, cut = self._is_stuck(self.begun, limit_s, now), self._is_cut(self.begun, reports, pace, now)
+            stuck, cut = self._is_stuck(self.begun, limit_s, now), self._note_cut(self.begun, reports, pace, now)
             if not is_void and len(survivors) == len(self.begun.roster) and not (stuck or cut):
                 late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
                 return orders + self._tell(late, self.begun)
@@ -199,14 +199,14 @@ class Leader:
         told = {id for id in begun.roster if id in reports and reports[id].phase != RoundPhase.IDLE}
         return {id for id in told - {self._me} if now - max(self._heard_at[id], self._awake_since) > limit_s}
 
-    def _is_cut(self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> bool:
+    def _note_cut(self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float) -> bool:
         """Nobody has come further for a moment, and a line that the attempt needs is broken."""
         limit_s = patience_s(pace)
         still_s = now - max(self._moved_at(id) for id in begun.roster)
         if still_s <= min(limit_s, max(CUT_MIN_S, CUT_SHARE * pace.slowest_s)):
             return False
         unreached = {id: reports[id].unreached for id in {*begun.roster, self._me} if id in reports}
-        return self._lines.stuck(begun.roster, begun.topology, unreached, limit_s, now, early=still_s <= limit_s)
+        return self._lines.note_stuck(begun.roster, begun.topology, unreached, limit_s, now, early=still_s <= limit_s)
 
     def _waits_again_for(self, id: NodeId) -> None:
         self._done_without.discard(id)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from peerd.training.rounds.culprits import MISSES_MAX, TRIES_APART
@@ -28,6 +28,7 @@ SEGMENTS_MAX = 64  # whose trees are looked at: a tree alone has one
 Pair = tuple[NodeId, NodeId]
 """Who says so, and whom it cannot reach."""
 Unreached = Mapping[NodeId, Sequence[NodeId]]
+"""To whom each member says that it can make no connection."""
 
 
 class Lines:
@@ -39,15 +40,16 @@ class Lines:
         self._apart: set[Pair] = set()
         self._heeded: dict[NodeId, deque[float]] = {}  # when a member's word has cut an attempt short
 
-    def stuck(
+    def note_stuck(
         self, roster: Sequence[NodeId], topology: str, unreached: Unreached, patience_s: float, now: float, *,
         early: bool,
     ) -> bool:  # fmt: skip
         """An attempt of these has come no further; `early`: not for as long as the leader is patient.
 
-        Whether it is over: it needs a line that is broken by a word which is heeded.
+        Whether it is over: it needs a line that is broken by a word which is heeded. That line is then broken until
+        the member says so no more.
         """
-        pairs = {pair for pair in _pairs(unreached) if self._needs(pair, roster, topology)}
+        pairs = self._needed(_pairs(unreached), roster, topology)
         if early:
             pairs = {pair for pair in pairs if self._is_heeded(pair[0], patience_s, now)}
             for says in {says for says, _ in pairs}:
@@ -78,12 +80,12 @@ class Lines:
         below = below[: ARITY_MAX - 1]
         return [root, *below, *_without([root, *below], roster)], f"tree:{max(2, 1 + len(below))}"
 
-    def _needs(self, pair: Pair, roster: Sequence[NodeId], topology: str) -> bool:
-        """Whether an attempt of these does: who leads must reach all, whatever their order."""
-        if self._me in pair:
-            return True
+    def _needed(self, pairs: set[Pair], roster: Sequence[NodeId], topology: str) -> set[Pair]:
+        """Whose lines an attempt of these needs: who leads must reach all, whatever their order."""
         near = _neighbours(topology, len(roster))
-        return near is None or (roster.index(pair[0]), roster.index(pair[1])) in near
+        if near is None:
+            return pairs
+        return {pair for pair in pairs if self._me in pair} | set(_neighbouring(pairs, roster, near))
 
     def _is_heeded(self, says: NodeId, patience_s: float, now: float) -> bool:
         before = self._heeded.get(says)
@@ -94,7 +96,7 @@ class Lines:
         if near is None:
             return None
         for _ in range(TRIES):
-            if not any((order.index(one), order.index(other)) in near for one, other in pairs):
+            if not any(_neighbouring(pairs, order, near)):
                 return order
             self._rng.shuffle(order)
         return None
@@ -115,6 +117,12 @@ def _without(some: Collection[NodeId], roster: list[NodeId]) -> list[NodeId]:
 
 def _among(roster: list[NodeId], pairs: set[Pair]) -> set[Pair]:
     return {pair for pair in pairs if pair[0] in roster and pair[1] in roster}
+
+
+def _neighbouring(pairs: set[Pair], order: Sequence[NodeId], near: set[tuple[int, int]]) -> Iterator[Pair]:
+    """Who are neighbours in this order."""
+    ranks = {member: rank for rank, member in enumerate(order)}
+    return (pair for pair in pairs if (ranks.get(pair[0]), ranks.get(pair[1])) in near)
 
 
 def _cover(pairs: set[Pair]) -> list[NodeId]:

@@ -297,7 +297,7 @@ def test_nobody_is_beside_whom_it_cannot_reach(
         for name in names
     }
     lines = Lines(leader, random.Random(seed))
-    lines.stuck(names, topology, unreached, PATIENCE_MIN_S, 0.0, early=True)
+    lines.note_stuck(names, topology, unreached, PATIENCE_MIN_S, 0.0, early=True)
     order, way = lines.fitting(names, unreached, lambda size: topology)
     trees, near = parse_topology(way), set[tuple[str, str]]()
     for segment in range(trees.segments(len(order))):
@@ -324,7 +324,6 @@ def test_lines_of_all_but_the_leader_may_be_broken(topology: str, size: int) -> 
     names = [f"n{rank:03d}" for rank in range(size)]
     unreached = {name: tuple(other for other in names[1:] if other != name) for name in names[1:]} | {names[0]: ()}
     lines = Lines(names[0], random.Random(size))
-    lines.stuck(names, topology, unreached, PATIENCE_MIN_S, 0.0, early=True)
     lines._apart = {(name, other) for name, others in unreached.items() for other in others}
     order, way = lines.fitting(names, unreached, lambda size: topology)
     assert len(order) == len(set(order)) == min(size, ARITY_MAX + 1)
@@ -336,7 +335,7 @@ def test_words_of_some_leave_nobody_else_out() -> None:
     words = {"e": "ab", "f": "ab", "g": "ab"}
     unreached = {name: tuple(words.get(name, "")) for name in "abcdefg"}
     lines = Lines("a", random.Random(1))
-    assert lines.stuck(list("abcdefg"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert lines.note_stuck(list("abcdefg"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
     lines._apart = {(name, other) for name, others in unreached.items() for other in others}
     order, _ = lines.fitting(list("abcdefg"), unreached, lambda size: "ring")
     assert sorted(order) == list("abcd")
@@ -345,30 +344,30 @@ def test_words_of_some_leave_nobody_else_out() -> None:
 def test_who_leads_without_a_part_in_rounds_must_reach_all_the_same() -> None:
     unreached: dict[str, tuple[str, ...]] = {"a": ("c",), "b": (), "c": (), "d": ()}
     lines = Lines("a", random.Random(1))
-    assert lines.stuck(list("bcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert lines.note_stuck(list("bcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
     assert lines.fitting(list("bcd"), unreached, lambda size: "ring") == (["b", "d"], "ring")
 
 
 def test_a_word_of_a_line_that_an_attempt_does_not_need_does_not_end_it() -> None:
     """Be it that the two are apart already: the attempt waits for something else."""
     lines, unreached = Lines("a", random.Random(1)), {"a": (), "b": ("c",), "c": (), "d": ()}
-    assert not lines.stuck(list("abdc"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
-    assert lines.stuck(list("abcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert not lines.note_stuck(list("abdc"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
+    assert lines.note_stuck(list("abcd"), "ring", unreached, PATIENCE_MIN_S, 0.0, early=True)
     order, way = lines.fitting(list("abcd"), unreached, lambda size: "ring")
     assert way == "ring"
     for early in (True, False):
-        assert not lines.stuck(order, way, unreached, PATIENCE_MIN_S, 10.0, early=early)
+        assert not lines.note_stuck(order, way, unreached, PATIENCE_MIN_S, 10.0, early=early)
 
 
 def test_in_so_long_a_members_word_cuts_three_attempts_short() -> None:
     lines = Lines("a", random.Random(1))
     heeded = [
-        lines.stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, float(second), early=True)
+        lines.note_stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, float(second), early=True)
         for second in range(0, int(TRIES_APART * PATIENCE_MIN_S), 10)
     ]
     assert heeded[:4] == [True, True, True, False]
     assert sum(heeded) == 3
-    assert lines.stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, 1000.0, early=True)
+    assert lines.note_stuck("abc", "ring", {"a": (), "b": ("c",), "c": ()}, PATIENCE_MIN_S, 1000.0, early=True)
 
 
 def test_a_connection_that_is_made_again_is_told_at_once() -> None:
