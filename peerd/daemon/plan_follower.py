@@ -18,6 +18,7 @@ import trio
 
 from peerd.daemon import known_members
 from peerd.daemon.mode_runner import ModeRunner
+from peerd.membership.roster import name_of
 from peerd.node.meta import NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.threads import in_thread
@@ -231,22 +232,19 @@ class PlanFollower:
     async def _follow_to(self, plan: Plan) -> None:
         settings = planned(self._started, plan.text)
         await self._runner.wind_up()
-        lost, self.plan, self.settings = self.plan, plan, settings
-        if lost.number == plan.number and lost.author != plan.author:
+        before, self.plan, self.settings = self.plan, plan, settings
+        if before.number == plan.number and before.author != plan.author:
+            members = self._members()
             LOGGER.warning(
                 "plan %d of %s (mode %s) is dropped: %s set %s without having heard of it, and one wins everywhere",
-                lost.number, self._name(lost.author), lost.text or self._started.mode,
-                self._name(plan.author), plan.text or self._started.mode,
+                before.number, name_of(before.author, members), before.text or self._started.mode,
+                name_of(plan.author, members), plan.text or self._started.mode,
             )  # fmt: skip
         what = "one exact average of all models" if plan.once else f"mode {plan.text or settings.mode}"
         whose = "kept in this node's state folder" if plan == self._kept else "of the swarm"
         await self._write(plan)
         await self._change(plan)
         LOGGER.info("plan %d %s: %s", plan.number, whose, what)
-
-    def _name(self, author: NodeId) -> str:
-        member = self._members().get(author)
-        return member.name if member is not None else author[:8]
 
     async def _write(self, plan: Plan) -> None:
         """Before anybody hears that this node works under it. An average is over when all have ended."""
