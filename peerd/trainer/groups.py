@@ -106,6 +106,7 @@ def _parts(optimizer: Any) -> list[Any]:
 def _known(optimizer: Any) -> Iterator[tuple[Group, Group, bool]]:
     """Of each group what it was at first, what it is, and whether its optimizer has trained."""
     for part in _parts(optimizer):
+        # not `get`, which raises where nothing can point weakly
         at_first, has_trained = (part in _MADE and _MADE[part]) or ([], False)
         for first, group in zip(chain(at_first, repeat({})), part.param_groups, strict=False):
             yield first, group, has_trained
