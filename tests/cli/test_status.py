@@ -202,21 +202,25 @@ def test_how_stale_pushes_were(
     assert len(table) <= 12
 
 
-def test_an_address_that_the_machine_has_no_more_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = {**ANSWER, "address_gone": "10.0.1.2", "exchanges": 0, "counts": {}, "links": []}
-    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
-    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
-    out = " ".join(CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.split())
-    assert "this machine has the address 10.0.1.2 no more, to which this node is bound: others cannot reach it; " in out
-    assert "start it again with --bind ADDRESS" in out
+GONE = "this machine has the address 10.0.1.2 no more, to which this node is bound: others cannot reach it; start it "
+UNREACHED = "no member reaches this node at 10.0.1.2:7, as they are told: open that port to TCP and UDP, or "
 
 
-def test_an_address_at_which_nobody_reaches_the_node_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = {**ANSWER, "address_unreached": "10.0.1.2:7", "exchanges": 0, "counts": {}, "links": []}
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ({"address_gone": "10.0.1.2"}, f"{GONE}again with --bind ADDRESS"),
+        ({"address_unreached": "10.0.1.2:7"}, UNREACHED),
+    ],
+    ids=["the machine has it no more", "nobody comes there"],
+)
+def test_an_address_that_does_not_serve_is_told(
+    monkeypatch: pytest.MonkeyPatch, why: dict[str, str], told: str
+) -> None:
+    answer = {**ANSWER, **why, "exchanges": 0, "counts": {}, "links": []}
     monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
     monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
-    out = " ".join(CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.split())
-    assert "no member reaches this node at 10.0.1.2:7, as they are told: open that port to TCP and UDP, or " in out
+    assert told in " ".join(CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.split())
 
 
 @pytest.mark.parametrize(

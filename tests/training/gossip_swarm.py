@@ -11,6 +11,7 @@ from mode_swarm import Core, ModeSwarm
 
 from peerd.training.effects import Effect, Vector
 from peerd.training.pairs.duration import StepTime
+from peerd.transport.messages import Message
 
 
 class EverySecond(StepTime):
@@ -96,6 +97,22 @@ class GossipSwarm(ModeSwarm):
         """Of an elastic swarm: the models that belong to no trainer."""
         held = (getattr(node.core, "centre_values", None) for node in self.nodes.values())
         return [values for values in held if values is not None]
+
+
+class KeptMessages(GossipSwarm):
+    """All that was delivered is kept, to be counted."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.delivered: list[Message] = []
+        super().__init__(*arguments, **options)
+
+    def deliver(self, source: str, target: str) -> bool:
+        if queue := self.queues[source, target]:
+            self.delivered.append(queue[0])
+        return super().deliver(source, target)
+
+    def count(self, kind: type[Message]) -> int:
+        return sum(isinstance(message, kind) for message in self.delivered)
 
 
 def assert_references_agree(swarm: GossipSwarm) -> None:

@@ -7,38 +7,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gossip_swarm import GossipSwarm, assert_references_agree
+from gossip_swarm import KeptMessages, assert_references_agree
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.training.effects import Vector
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import LinkEqual, LinkOpen, LinkSnapshot, Message
+from peerd.transport.messages import LinkEqual, LinkOpen, LinkSnapshot
 
 NAMES = "abc"
 PAIRS = list(permutations(NAMES, 2))
 
 
-class Alike(GossipSwarm):
+class Alike(KeptMessages):
     """Nodes of one letter in `models` start from one model."""
 
     def __init__(self, models: str, **settings: Any) -> None:
         self._models = iter(models)
         self._known: dict[str, Vector] = {}
-        self.sent: list[Message] = []
         super().__init__(len(models), 50, "sign", **settings)
 
     def first_model(self) -> Vector:
         model = super().first_model()
         return self._known.setdefault(next(self._models), model).copy()
-
-    def deliver(self, source: str, target: str) -> bool:
-        if queue := self.queues[source, target]:
-            self.sent.append(queue[0])
-        return super().deliver(source, target)
-
-    def count(self, kind: type[Message]) -> int:
-        return sum(isinstance(message, kind) for message in self.sent)
 
 
 def test_between_equal_models_none_travels() -> None:

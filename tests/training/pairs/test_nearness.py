@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from gossip_swarm import GossipSwarm
+from gossip_swarm import GossipSwarm, KeptMessages
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,18 +17,17 @@ from peerd.training.pairs.nearness import SEED
 from peerd.training.sample import Sample, sample_of
 from peerd.training.sketch import WIDTH, Sketch, packed
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Delta, LinkClosed, LinkSketch, Message
+from peerd.transport.messages import Delta, LinkClosed, LinkSketch
 
 SIZE = 600
 
 
-class Spread(GossipSwarm):
-    """Nodes that lie so far from one model, and what they have sent."""
+class Spread(KeptMessages):
+    """Nodes that lie so far from one model."""
 
     def __init__(self, count: int, apart: float, seed: int = 0) -> None:
         self._common: Vector | None = None
         self._apart = apart
-        self.sent: list[Message] = []
         super().__init__(count, SIZE, "sign", seed=seed)
         self.everyone_alive()
         self.settle()
@@ -38,14 +37,6 @@ class Spread(GossipSwarm):
         if self._common is None:
             self._common = drawn
         return self._common + self._apart * super().first_model()
-
-    def deliver(self, source: str, target: str) -> bool:
-        if queue := self.queues[source, target]:
-            self.sent.append(queue[0])
-        return super().deliver(source, target)
-
-    def count(self, kind: type[Message]) -> int:
-        return sum(isinstance(message, kind) for message in self.sent)
 
     def finish(self, *names: str) -> None:
         for name in names:
