@@ -328,6 +328,8 @@ class Leader:
         fitting, way = self._lines.fitting(roster, unreached, topology)
         if len(fitting) >= self._settings.min_peers:
             roster = fitting
+        else:
+            way = topology(len(roster))
         wanting = [
             id
             for id in roster

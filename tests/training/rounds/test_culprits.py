@@ -413,3 +413,16 @@ def test_of_more_members_than_a_roster_has_all_have_a_turn_but_those_who_are_to_
         rosters.append(begin.roster)
         leader.begun = None
     assert {id for roster in rosters for id in roster} == set("ab" if exchange == "gradients" else "abc")
+
+
+def test_where_too_few_could_go_on_the_round_is_of_all_and_as_for_all() -> None:
+    """It went by what is best for those few."""
+    leader = _leader(min_peers=5)
+    leader._lines._apart = {("a", id) for id in "cde"}
+    for id in "abcde":
+        unreached = tuple("cde") if id == "a" else ()
+        ready = replace(REPORT, phase=RoundPhase.READY, agreed=40, weight=1.0, unreached=unreached)
+        leader.heard(id, ready, 0.0)
+    ((_, begin), *_) = leader.decide(frozenset("abcde"), Pace(), 0.0)
+    assert isinstance(begin, RoundBegin)
+    assert (begin.roster, begin.topology) == (tuple("abcde"), "halving")
