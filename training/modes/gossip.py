@@ -241,7 +241,7 @@ class Gossip(PartneredMode[PairLink]):
         return min(self._links.deadline(now), min(unheard, default=math.inf) + WAKE_AFTER_S)
 
     def _unheard(self) -> list[PairLink]:
-        """At the end of our run: of whom it is to be said where they are."""
+        """At the end of our run: who has yet to say where its model is; asked again once a minute."""
         if not self._report.finishing or not self.COMPARES:
             return []
         return [link for link in self._links.live() if not link.closing and self._is_unheard(link)]
@@ -537,7 +537,7 @@ class Gossip(PartneredMode[PairLink]):
         return link.near.is_known(link.reference.version)
 
     def _is_unheard(self, link: PairLink) -> bool:
-        """Whether it is to be said where this one is; of one that trains on also whether it has ended, once a while."""
+        """Whether it has yet to say where its model is, or, of one that trains on, that its run has ended."""
         return not (self._is_known(link) and link.peer_finishing)
 
     def _is_near(self, link: PairLink) -> bool:
