@@ -24,7 +24,7 @@ class CountingSwarm(KeptMessages):
     """Counts what each push was merged into."""
 
     def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        super().__init__(*arguments, **options)
         self.merged: Counter[tuple[str, str, int, int]] = Counter()
 
     def deliver(self, source: str, target: str) -> bool:
