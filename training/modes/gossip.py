@@ -27,7 +27,7 @@ from peerd.training.pairs.codec_choice import CodecChoice
 from peerd.training.pairs.duration import StepTime
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
-from peerd.training.pairs.nearness import SEED, apart, can_be_said, heard
+from peerd.training.pairs.nearness import SEED, can_be_said, heard
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of
 from peerd.training.partnered import PartneredMode
@@ -518,7 +518,7 @@ class Gossip(PartneredMode[PairLink]):
             return True
         if self._one_trains and link.flushed:
             return False
-        return apart(told.sums, self._where(), link.anchor_norm) > MOVED * self._tolerance
+        return told.apart(self._where(), link.anchor_norm) > MOVED * self._tolerance
 
     def _tell(self, link: PairLink, now: float, *, asks: bool = False) -> list[Effect]:
         """Nothing, of a model that is not finite."""
@@ -543,7 +543,7 @@ class Gossip(PartneredMode[PairLink]):
     def _is_near(self, link: PairLink) -> bool:
         # what one that trains on has not got by now it may never get: this node may leave
         tolerance = self._tolerance if link.peer_finishing else FLUSH_TOLERANCE
-        return link.near.apart(link.anchor_norm) <= tolerance
+        return _apart(link) <= tolerance
 
     def _is_close(self, partner: PairLink) -> bool:
         if not self.COMPARES:

@@ -33,15 +33,14 @@ class Told:
         """As the peer is told."""
         return LinkSketch(link, self.number, self.seq, self.finishing, asks, packed(self.sums))
 
-
-def apart(here: Sketch, there: Sketch, norm: float) -> float:
-    """About how far two models are apart: their parameters, over that norm of theirs, or their buffers, over the norm
-    of the first one's, if that is further. Infinite: the norm is 0."""
-    norms = norm, float(np.linalg.norm(here[1]))
-    off = np.linalg.norm(here - there, axis=1)
-    return max(
-        (float(one / whole) if whole else np.inf for one, whole in zip(off, norms, strict=True) if one), default=0
-    )
+    def apart(self, there: Sketch, norm: float) -> float:
+        """About how far the model is from another: their parameters, over that norm of theirs, or their buffers, over
+        the norm of this one's, if that is further. Infinite: the norm is 0."""
+        norms = norm, float(np.linalg.norm(self.sums[1]))
+        off = np.linalg.norm(self.sums - there, axis=1)
+        return max(
+            (float(one / whole) if whole else np.inf for one, whole in zip(off, norms, strict=True) if one), default=0
+        )
 
 
 def can_be_said(sums: Sketch) -> bool:
@@ -101,14 +100,15 @@ class Nearness:
     @property
     def distance(self) -> float:
         """Of the two models' parameters, by what was said."""
-        here, there = self._both()
-        return float(np.linalg.norm(here[0] - there[0]))
+        told, heard = self._both()
+        return float(np.linalg.norm(told.sums[0] - heard.sums[0]))
 
     def apart(self, norm: float) -> float:
-        """How far the two models are from each other, see `apart`, by what was said."""
-        return apart(*self._both(), norm)
+        """See `Told`: of the two models, by what was said."""
+        told, heard = self._both()
+        return told.apart(heard.sums, norm)
 
-    def _both(self) -> tuple[Sketch, Sketch]:
+    def _both(self) -> tuple[Told, Told]:
         assert self.told is not None
         assert self.heard is not None
-        return self.told.sums, self.heard.sums
+        return self.told, self.heard
