@@ -88,6 +88,15 @@ def finite_float32(values: Vector) -> Float32s:
     return exact
 
 
+def fits(values: Vector) -> bool:
+    """Whether it is finite as it travels: a float64 model may be beyond float32."""
+    try:
+        finite_float32(values)
+    except NotFinite:
+        return False
+    return True
+
+
 def not_finite() -> NotFinite:
     """What every codec raises of such a vector."""
     return NotFinite("the vector holds a NaN or an infinity")

@@ -38,11 +38,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from peerd.training.codecs.codec import fits
 from peerd.training.effects import Vector
 from peerd.training.model.variances import bounded
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer, clip
-from peerd.training.parameter_server.worker import fits
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Pass
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from peerd.training.codecs import vector
+from peerd.training.codecs.codec import fits
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import is_finite
 from peerd.training.parameter_server.optimizer import DIFFERENCE, Optimizer
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Applied, Chunks, Pass, ShardPull, ShardPush
@@ -209,12 +209,6 @@ class Worker:
         while mine is not None and mine.life == self.life and part.pushes and part.pushes[0].seq <= mine.seq:
             part.pushes.popleft()
         return True
-
-
-def fits(values: Vector) -> bool:
-    """Whether it is finite as it travels: a float64 model may be beyond float32."""
-    with np.errstate(over="ignore"):
-        return is_finite(values.astype(np.float32, copy=False))
 
 
 def parts_of(layout: Layout, shards: int, *, gradients: bool) -> list[Part]:
