@@ -70,9 +70,7 @@ def _make(folder: Path, now: datetime) -> Authority:
     return made
 
 
-def rotate(
-    folder: Path, now: datetime, until: datetime, known: x509.Certificate | None = None
-) -> tuple[Authority, Successor]:
+def rotate(folder: Path, now: datetime, until: datetime, known: x509.Certificate) -> tuple[Authority, Successor]:
     """Put a new authority in the place of the one that is kept here, if that is the one `known`. Raises UserError.
 
     The certificate's file, which has both and what they say of each other, decides which one is kept.
@@ -82,7 +80,7 @@ def rotate(
             if (old := load(folder, now)) is None:
                 raise UserError(f"there is no authority in {folder}")
             # a step from one that nobody has heard of would be believed by none
-            if known is not None and known != old.certificate:
+            if known != old.certificate:
                 raise UserError("another node of this user has just replaced the authority: it need not be done again")
             old.key.write(folder / _KEY)  # a crash may have left it under the other name
             new = generate(now)

@@ -311,7 +311,7 @@ async def test_an_authority_that_cannot_be_read_when_it_was_replaced_ends_no_nod
 ) -> None:
     here = authority_folder.at(tmp_path, NOW)
     own = entry(Enrolment(here.issue_own(KEY, NOW), (here.certificate,)), Issuer(here, TokenStore(tmp_path)), tmp_path)
-    _, said = authority_folder.rotate(tmp_path, NOW, DUE + NODE_LIFE)  # by another node of this user
+    _, said = authority_folder.rotate(tmp_path, NOW, DUE + NODE_LIFE, here.certificate)  # by another node of this user
     own.trust.follow(succession(own.trust.authorities, [said]), NOW.timestamp())
     certificate = tmp_path / "certificate.pem"
     whole = certificate.read_bytes()

@@ -106,7 +106,9 @@ async def test_an_authority_that_another_node_of_the_user_has_just_replaced_is_n
     async with trio.open_nursery() as nursery:
         (a,) = await started(nursery, tmp_path, 0)
         until = wall_clock.now() + timedelta(hours=1)
-        _, said = authority_folder.rotate(a.authority, wall_clock.now(), until)
+        assert a.secrets.issuer is not None
+        known = a.secrets.issuer.certificate
+        _, said = authority_folder.rotate(a.authority, wall_clock.now(), until, known)
         with pytest.raises(UserError, match="another node of this user"):
             await a.secrets.replace_authority(a.authority, until)
         assert authority_folder.successors(a.authority) == [said]

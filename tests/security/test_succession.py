@@ -214,8 +214,8 @@ def test_the_old_one_is_not_believed_when_it_has_retired() -> None:
 
 def test_an_authority_is_replaced_on_the_disk(tmp_path: Path) -> None:
     first = authority_folder.at(tmp_path, NOW)
-    second, step = authority_folder.rotate(tmp_path, NOW, UNTIL)
-    third, following = authority_folder.rotate(tmp_path, NOW, UNTIL)
+    second, step = authority_folder.rotate(tmp_path, NOW, UNTIL, first.certificate)
+    third, following = authority_folder.rotate(tmp_path, NOW, UNTIL, second.certificate)
     kept = authority_folder.load(tmp_path, NOW)
     assert kept is not None
     assert (kept.certificate, kept.key.id) == (third.certificate, third.key.id)
@@ -251,9 +251,9 @@ def test_a_crash_leaves_the_old_authority_or_the_new_one(
         patch.setattr(NodeKey, "write", key)
         if done < 4:
             with pytest.raises(KeyboardInterrupt):
-                authority_folder.rotate(tmp_path, NOW, UNTIL)
+                authority_folder.rotate(tmp_path, NOW, UNTIL, first.certificate)
         else:
-            authority_folder.rotate(tmp_path, NOW, UNTIL)
+            authority_folder.rotate(tmp_path, NOW, UNTIL, first.certificate)
     kept = authority_folder.at(tmp_path, NOW)
     assert (kept.certificate == first.certificate) == (done < 3)
     assert len(authority_folder.successors(tmp_path)) == (done >= 3)
@@ -262,9 +262,9 @@ def test_a_crash_leaves_the_old_authority_or_the_new_one(
         patch.setattr("peerd.security.authority_folder.replace", file)
         patch.setattr(NodeKey, "write", key)
         with pytest.raises(KeyboardInterrupt):
-            authority_folder.rotate(tmp_path, NOW, UNTIL)
+            authority_folder.rotate(tmp_path, NOW, UNTIL, kept.certificate)
     assert authority_folder.at(tmp_path, NOW).certificate == kept.certificate, "a second crash loses no key"
-    again, _ = authority_folder.rotate(tmp_path, NOW, UNTIL)
+    again, _ = authority_folder.rotate(tmp_path, NOW, UNTIL, kept.certificate)
     assert authority_folder.at(tmp_path, NOW).certificate == again.certificate
 
 
