@@ -3,6 +3,9 @@
 The mode and the model's copy belong to it: encoding, decoding and merging a model of 25 million values takes tens of
 milliseconds, which must not stall the loop that answers probes. One thread a node, not one a link: all links read and
 correct the same model, and the pieces of a large one are done by several (training/kernels/cores.py).
+
+What is short is done on the loop: the interpreter, which the thread would hold anyway, takes most of it, and where
+trainers keep all cores busy each way to the thread and back waits for a core twice.
 """
 
 from __future__ import annotations
@@ -37,14 +40,16 @@ class ComputeThread(Generic[Event, Effects]):
         handle: Callable[[Event, float], Effects],
         perform: Callable[[Effects], Awaitable[None]],
         forgiven: Callable[[Event, Exception], bool] = lambda event, error: False,
+        is_short: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`handle` computes, in the thread; `perform` does what comes of it, on the loop.
+        """`handle` computes, in the thread, or on the loop while that `is_short`; `perform` does what comes of it.
 
         An error of an event that nobody waits for ends the node, unless it is `forgiven`.
         """
         self._handle = handle
         self._perform = perform
         self._forgiven = forgiven
+        self._is_short = is_short
         self._limiter = trio.CapacityLimiter(1)  # its own: whoever hangs in trio's common threads holds up no maths
         self._post, self._posted = trio.open_memory_channel[_Item[Event, Effects]](math.inf)
         self._under_way: tuple[_Item[Event, Effects], float] | None = None  # and since when
@@ -90,7 +95,10 @@ class ComputeThread(Generic[Event, Effects]):
             self._replaceable = None
         try:
             self._under_way = item, trio.current_time()
-            await in_thread(self._work, limiter=self._limiter)
+            if self._is_short():
+                self._work()
+            else:
+                await in_thread(self._work_nicely, limiter=self._limiter)
             assert item.effects is not None, "done, and it did not fail"
             await self._perform(item.effects)
         except Exception as error:
@@ -102,8 +110,11 @@ class ComputeThread(Generic[Event, Effects]):
         if item.done is not None:  # not after a cancellation: then there is no result, and who waits is cancelled too
             item.done.set()
 
-    def _work(self) -> None:
+    def _work_nicely(self) -> None:
         yield_to_others()
+        self._work()
+
+    def _work(self) -> None:
         assert self._under_way is not None, "it is told of before"
         item, now = self._under_way
         item.effects = self._handle(item.event, now)

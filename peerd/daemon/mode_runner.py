@@ -71,6 +71,7 @@ GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
 TAKEN_MAX_S = 5.0  # for which this peer's other messages wait, too; a stream that stands for 10 s is thought broken
 WAITING_MAX = 1024  # events for the compute thread
+SHORT_MAX = 1 << 18  # values of a model: an event takes 1 to 2 ms, most of them the interpreter's
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, Unreached, TimerDue, Stepped, GradientCame, TrainerGone, TrainerLost, RunStands,
     NodeLeaves, BarrierKnown,
@@ -87,7 +88,7 @@ class ModeRunner:
     def __init__(self, peers: Peers, members: Callable[[], Mapping[NodeId, Member]] = dict) -> None:
         self.core = NodeCore()
         self.compute: ComputeThread[NodeEvent, list[NodeEffect]] = ComputeThread(
-            self.core.handle_all, self._perform, self._forgiven
+            self.core.handle_all, self._perform, self._forgiven, self._is_short
         )
         self.next_copy = trio.Event()  # a copy has come, or none will
         self.averaged = trio.Event()  # the model is the average with which the plan begins
@@ -107,6 +108,9 @@ class ModeRunner:
         self._taken.set()
         self._in_turn = trio.Lock()
         self._hurries = False  # what is under way is to end soon
+
+    def _is_short(self) -> bool:
+        return self.core.model is not None and self.core.model.total <= SHORT_MAX
 
     async def run(self) -> None:
         """Work until cancelled."""

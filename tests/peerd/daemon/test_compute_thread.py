@@ -23,14 +23,14 @@ Worker = ComputeThread[Job, list[Effect]]
 
 
 @asynccontextmanager
-async def running_thread() -> AsyncIterator[tuple[Worker, list[Effect]]]:
+async def running_thread(is_short: Callable[[], bool] = lambda: False) -> AsyncIterator[tuple[Worker, list[Effect]]]:
     """A running compute thread and the list of what its jobs asked for."""
     performed: list[Effect] = []
 
     async def perform(effects: list[Effect]) -> None:
         performed.extend(effects)
 
-    compute: Worker = ComputeThread(lambda job, now: job(now), perform)
+    compute: Worker = ComputeThread(lambda job, now: job(now), perform, is_short=is_short)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(compute.run)
         yield compute, performed
@@ -38,17 +38,21 @@ async def running_thread() -> AsyncIterator[tuple[Worker, list[Effect]]]:
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)
-@given(st.lists(st.booleans(), max_size=12))
-async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(waited_for: list[bool]) -> None:
-    async with running_thread() as (compute, performed):
-        began: list[int] = []
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=12))
+async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(jobs: list[tuple[bool, bool]]) -> None:
+    waited_for, short = [wait for wait, _ in jobs], [is_short for _, is_short in jobs] + [False]
+    began: list[int] = []
+    on_the_loop: list[bool] = []
+    async with running_thread(lambda: short[len(began)]) as (compute, performed):
         running: list[int] = []
+        loop = threading.get_ident()
 
         def job(number: int) -> Callable[[float], list[Effect]]:
             def work(_: float) -> list[Effect]:
                 assert not running, "two jobs at once"
                 running.append(number)
                 began.append(number)
+                on_the_loop.append(threading.get_ident() == loop)
                 time.sleep(0)
                 running.pop()
                 return [Log(str(number))]
@@ -65,10 +69,12 @@ async def test_jobs_run_one_at_a_time_in_the_order_of_the_events(waited_for: lis
         await compute.call(lambda _: [])
         assert began == list(range(len(waited_for)))
         assert performed == [Log(str(number)) for number in began]
+        assert on_the_loop == short[:-1]
 
 
-async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
-    async with running_thread() as (compute, performed):
+@pytest.mark.parametrize("short", [False, True])
+async def test_an_error_reaches_the_caller_and_the_thread_goes_on(short: bool) -> None:
+    async with running_thread(lambda: short) as (compute, performed):
 
         def wrong(_: float) -> list[Effect]:
             raise PeerError("a bad payload")
