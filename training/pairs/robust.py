@@ -15,8 +15,8 @@ together have so a multiple of the node's own way, by tensor, whatever they say;
 spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is taken the
 further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has
 next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual
-between it and its peers, and again when its own run ends. Between fewer than four members nobody can say who is the odd
-one out, and a run that ends has no bounds.
+between it and its peers, and once again when its own run ends: not each time that it says so. Between fewer than four
+members nobody can say who is the odd one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ class Allowance:
     distances: Norms | None = None  # at the last exchange of the training
     usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
     granted: bool = False  # what a run that ends allows
+    has_ended: bool = False  # since then: it has been granted that for its own end, too
     met_at: int = 0  # the number of the exchange, of those with all peers, that `distances` are of
     compared_at: int = 0  # and of the last one when these were last compared with the others'
 
@@ -240,8 +241,9 @@ class Allowances:
             self._grant(one, peer, peers)
 
     def peer_ended(self, peer: NodeId, peers: Collection[NodeId]) -> None:
-        """Its run has ended, too: now the two are to agree."""
-        if self._ended and (one := self._peers.get(peer)) is not None:
+        """Its run has ended, too: now the two are to agree. That is so once, though it say that it has begun anew."""
+        if self._ended and (one := self._peers.get(peer)) is not None and not one.has_ended:
+            one.has_ended = True
             self._grant(one, peer, peers)
 
     def heard(self, peer: NodeId, limits: Norms) -> None:
@@ -251,11 +253,14 @@ class Allowances:
         """Steps are made again: what the end of a run allowed is no longer."""
         self._ended = False
         for one in self._peers.values():
-            one.granted = False
+            one.granted = one.has_ended = False
             np.minimum(one.left, one.refilled, out=one.left)
 
     def keep(self, peers: frozenset[NodeId]) -> None:
-        """Forget all but these: last words may come after their sender went."""
+        """Forget all but these: last words may come after their sender went. What the end of a run allows who comes
+        back has had."""
+        if self._ended:
+            return
         for gone in self._peers.keys() - peers:
             del self._peers[gone]
 

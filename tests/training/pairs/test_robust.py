@@ -20,6 +20,7 @@ from peerd.training.pairs.graylist import FAR_MAX, WEIGHT_MAX, Graylist
 from peerd.training.pairs.reference import ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
+    FLUSH,
     RATE,
     STEP_MIN,
     Allowances,
@@ -282,6 +283,28 @@ def test_a_newcomer_at_a_runs_end_learns_what_is_usual_from_more_than_one() -> N
     assert 1.0 < moved["a"] < 3.0
     assert 1.0 < moved["b"] < 3.0
     assert moved["z"] < 0.1
+
+
+def test_who_says_again_and_again_that_its_run_ends_moves_one_that_has_ended_twice_by_what_is_usual_and_no_more() -> (
+    None
+):
+    """Nor does it help to go and come back."""
+    allowances, values = Allowances(ONE), np.zeros(3)
+    near(allowances, values, 3, 1.0)
+    others = frozenset("abc")
+    allowances.end_run("abcz")
+    moved = 0.0
+    for _ in range(20):
+        limit = allowances.limits("z", "abcz")
+        moved += float(limit[0])
+        allowances.spent("z", limit, np.array([1.0]))
+        allowances.peer_ended("z", "abcz")
+        allowances.keep(others)
+        allowances.keep(others | {"z"})
+    assert FLUSH < moved <= 2 * FLUSH + 1e-9
+    allowances.begin_run()
+    allowances.end_run("abcz")
+    assert float(allowances.limits("z", "abcz")[0]) > 1.0
 
 
 def test_any_number_of_peers_has_allowances_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
