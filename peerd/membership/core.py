@@ -559,7 +559,8 @@ class Membership:
             self._gossip_at = max(now, self._gossiped + self._timing.gossip_interval_s)
 
     def _forget(self, id: NodeId) -> None:
-        """What is said of this member goes no further."""
+        """What is said of this member goes no further, and is of no concern."""
+        self._suspicions.clear(id)
         self._news.forget(id)
         self._rumours.forget(id)
         self.hearsay.pop(id, None)

@@ -7,7 +7,8 @@ commutative, associative and idempotent: the order of messages and their duplica
 
 Anybody can make up members, as many as the table holds, and nobody is there. So whoever has *proved itself* goes first:
 in a plain swarm who has answered a probe, and where `handshakes` show certificates, who has shown one here. Who has not
-shown one is a *stranger* there: a member like any, that is to be met.
+shown one is a *stranger* there: a member like any, that is to be met, and that makes way in a full table for one that
+has shown one.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Roster:
 
     def strangers(self) -> list[NodeId]:
         """Those believed to live. O(N) where there are any."""
-        if not self.handshakes or len(self._proved_live) == len(self.live):
+        if not self._has_strangers:
             return []
         return [id for id in self.live if id not in self._proved_live]
 
@@ -123,9 +124,19 @@ class Roster:
         reached = known.incarnation if known is not None and known.epoch == record.epoch else 0
         if record.incarnation - reached > INCARNATION_JUMP:
             return "incarnation_jump"
-        if known is None and len(self.rows) >= TABLE_MEMBERS and (not self._gone or record.state >= State.FAILED):
+        if known is None and len(self.rows) >= TABLE_MEMBERS and not self._is_made_way_for(record):
             return "table_full"
         return ""
+
+    def _is_made_way_for(self, record: Member) -> bool:
+        """Whether somebody of a full table goes for it: who is gone, or a stranger for one that is none."""
+        if record.state >= State.FAILED:
+            return False
+        return bool(self._gone) or (self._has_strangers and not self.is_stranger(record.id))
+
+    @property
+    def _has_strangers(self) -> bool:
+        return self.handshakes and len(self._proved_live) < len(self.live)
 
     def is_at_home(self, id: NodeId, source: Address) -> bool:
         """Whether a datagram from there may be this member's: from its host, or that of the life before.
@@ -143,9 +154,11 @@ class Roster:
             return ""
         known, oldest = self.rows.get(record.id), ""
         if known is None and len(self.rows) >= TABLE_MEMBERS:
-            oldest = next(iter(self._gone))
-            del self._gone[oldest], self.rows[oldest]
+            oldest = next(iter(self._gone)) if self._gone else self.strangers()[0]
+            self._gone.pop(oldest, None)
+            self.live.discard(oldest)
             self._moved_from.pop(oldest, None)
+            del self.rows[oldest]
         if known is not None and known.host != record.host:
             self._moved_from[record.id] = known.host
         self.rows[record.id] = record

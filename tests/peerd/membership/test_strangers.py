@@ -9,7 +9,7 @@ import pytest
 from test_membership import HERE, hear, member, messages, run_until
 
 from peerd.membership.core import Membership
-from peerd.membership.roster import STRANGERS_ONE_IN, Roster
+from peerd.membership.roster import STRANGERS_ONE_IN, TABLE_MEMBERS, Roster
 from peerd.transport.messages import Ack, Member, MemberTable, Ping, State
 
 SUSPECT, FAILED = State.SUSPECT, State.FAILED
@@ -129,3 +129,30 @@ def test_draws_prefer_who_has_proved_itself_and_leave_nobody_out() -> None:
     assert dialled["n201"] == pytest.approx(3000, abs=200)
     assert len(dialled) == 100
     assert len({one.id for one in roster.failed(8, rng)}) == 8
+
+
+def test_in_a_full_table_a_stranger_makes_way_for_whoever_shows_a_certificate() -> None:
+    """Made-up members that answer fill it, and nobody else was let in; nor is what was suspected of one remembered."""
+    membership = core(member("n1"), met=("n1",))
+    for first in range(2, TABLE_MEMBERS, 64):
+        hear(membership, *[member(f"n{number}") for number in range(first, min(first + 64, TABLE_MEMBERS))])
+    hear(membership, *[member(f"n{number}", SUSPECT, accuser="n1") for number in range(2, 20)])
+    assert len(membership.members) == TABLE_MEMBERS
+    hear(membership, member("n9000"))
+    assert "n9000" not in membership.members
+    for number in range(9000, 9030):
+        membership.met(f"n{number}", 0.0)
+        hear(membership, member(f"n{number}"))
+        assert f"n{number}" in membership.members
+    assert {"n0", "n1"} <= membership.members.keys()
+    assert len(membership.members) == TABLE_MEMBERS
+    run_until(membership, 30.0)
+    assert {f"n{number}" for number in range(9000, 9030)} <= membership.members.keys()
+
+
+def test_whoever_has_shown_a_certificate_makes_way_for_nobody() -> None:
+    everybody = [f"n{number}" for number in range(1, TABLE_MEMBERS)]
+    membership = core(*map(member, everybody), met=(*everybody, "n9000"))
+    hear(membership, member("n9000"))
+    assert membership.members.keys() == {"n0", *everybody}
+    assert membership.counts["table_full"] == 1
