@@ -30,7 +30,7 @@ class Revocations:
         self.counts: Counter[str] = Counter()
         self._signer_of = signer_of
         self._kept: dict[NodeId, Revocation] = {}
-        self._orphaned: set[NodeId] = set()  # out by the word of an authority that is in force no more
+        self._orphaned: dict[NodeId, Revocation] = {}  # the word of an authority that is in force no more
         self._by_issuers: Counter[bool] = Counter()  # how many of them are theirs, and how many the authority's
         self._digest: bytes | None = None
 
@@ -49,9 +49,12 @@ class Revocations:
         return list(self._kept.values())
 
     def add(self, revocation: Revocation) -> bool:
-        """Keep it; True where its node was not revoked so far. Raises Unbelieved. What is known costs nothing."""
-        known = self._kept.get(revocation.node)
-        if known is not None and _order(known) <= _order(revocation):
+        """Keep it; True where its node was not revoked so far. Raises Unbelieved. What is known costs nothing.
+
+        So does what was believed until its authority retired: by another's clock it may not have yet.
+        """
+        known, past = self._kept.get(revocation.node), self._orphaned.get(revocation.node)
+        if revocation == past or (known is not None and _order(known) <= _order(revocation)):
             return False
         signer = self._signer(revocation)
         if signer is None:
@@ -64,9 +67,7 @@ class Revocations:
         self._by_issuers[bool(revocation.issuer)] += 1
         self._kept[revocation.node] = revocation
         self._digest = None
-        orphaned = revocation.node in self._orphaned
-        self._orphaned.discard(revocation.node)
-        return known is None and not orphaned
+        return known is None and past is None
 
     def forget_unbelieved(self) -> list[Revocation]:
         """Remove what nobody has signed whom this node still believes, and tell others of it no more.
@@ -78,7 +79,7 @@ class Revocations:
         for one in gone:
             del self._kept[one.node]
             self._by_issuers[bool(one.issuer)] -= 1
-            self._orphaned.add(one.node)
+            self._orphaned[one.node] = one
             self._digest = None
         return gone
 

@@ -66,6 +66,25 @@ def test_what_nobody_has_signed_is_not_believed(one: Revocation, field: str) -> 
     assert not kept.all()
 
 
+def test_what_was_believed_until_its_authority_retired_is_no_lie_and_counts_no_more() -> None:
+    """By another member's clock it is still in force, and an issuer may have signed the same again."""
+    in_force = True
+    kept = Revocations(lambda *said: signer_of(*said) if said[3] or in_force else None)
+    past = [make(node, 1, signing(b""), b"") for node in "abc"]
+    for one in past:
+        assert kept.add(one)
+    in_force = False
+    assert kept.forget_unbelieved() == past
+    again = make("a", 1, signing(b"one"), b"one")
+    assert not kept.add(again), "it was out already"
+    for one in past:
+        assert not kept.add(one)
+    assert kept.all() == [again]
+    assert all(node in kept for node in "abc")
+    with pytest.raises(Unbelieved):
+        kept.add(replace(past[1], revoked_at=2))
+
+
 def test_the_authoritys_word_stands_before_an_issuers() -> None:
     first, last = make("a", 1, signing(b"one"), b"one"), make("a", 9, signing(b""), b"")
     assert having(first, last).all() == having(last, first).all() == [last]
