@@ -24,7 +24,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.codec_choice import CodecChoice
-from peerd.training.pairs.duration import StepTime
+from peerd.training.pairs.duration import COARSE, StepTime
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.nearness import SEED, can_be_said, heard
@@ -62,6 +62,9 @@ ALONE = (
 )
 STEP_MIN_S = 1e-9
 NORM_MIN = 1e-30
+ANSWERED_MIN_S, ANSWERED_TIMES = 2.0, 8.0
+"""At a run's end an exchange is waited for so long, or so many times what one by one bit a value usually takes, before
+another begins: who does not answer would keep all others from agreeing."""
 MOVED = 0.1  # tolerances: a model that has moved so far is said to be elsewhere
 VALUE_TIMES = 1e4
 """A value of another's model is at most so many times as large as the norm of ours."""
@@ -228,6 +231,9 @@ class Gossip(PartneredMode[PairLink]):
     def _idle(self) -> list[PairLink]:
         return self._links.idle()
 
+    def _unclosed(self) -> list[PairLink]:
+        return [link for link in self._links.live() if not link.closing]
+
     def _say_again(self, now: float) -> list[Effect]:
         for link in self._unheard():
             if (told := link.near.told) is not None and now - told.at >= SILENCE_MAX_S:
@@ -238,13 +244,16 @@ class Gossip(PartneredMode[PairLink]):
         if self._flush_waits:
             return now
         unheard = [told.at for link in self._unheard() if (told := link.near.told) is not None]
-        return min(self._links.deadline(now), min(unheard, default=math.inf) + WAKE_AFTER_S)
+        due_at = min(self._links.deadline(now), min(unheard, default=math.inf) + WAKE_AFTER_S)
+        if self._report.finishing and (next_at := self._answers_due_by(self._unclosed())) > now:
+            return min(due_at, next_at)
+        return due_at
 
     def _unheard(self) -> list[PairLink]:
         """At the end of our run: who has yet to say where its model is; asked again once a minute."""
         if not self._report.finishing or not self.COMPARES:
             return []
-        return [link for link in self._links.live() if not link.closing and self._is_unheard(link)]
+        return [link for link in self._unclosed() if self._is_unheard(link)]
 
     # ---------------------------------------------------------------- exchanges
 
@@ -452,18 +461,26 @@ class Gossip(PartneredMode[PairLink]):
         if self._flush_waits or not self._report.finishing:
             return []
         effects: list[Effect] = []
-        live = [link for link in self._links.live() if not link.closing]
+        live = self._unclosed()
         self._one_trains = not all(link.peer_finishing for link in live)
         if not self._one_trains:
             self._tell_news()
         if self.COMPARES:
             effects += self._compare(live, now)
         under_way = any(link.reference.under_way is not None for link in live)
-        if not under_way:
-            for link in self._round(sorted(live, key=lambda link: link.peer)):
+        if self._answers_due_by(live) <= now:
+            for link in self._round(sorted([link for link in live if link.idle], key=lambda link: link.peer)):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
         return effects + self._proceed(live, expects_more=self._links.expects_more(now), under_way=under_way)
+
+    def _answers_due_by(self, live: list[PairLink]) -> float:
+        """Until when no exchange of the flush begins, as another is under way."""
+        began = [link.began_at for link in live if link.reference.under_way is not None]
+        if not began:
+            return -math.inf
+        usual = sorted(link.took.of(COARSE) for link in live)[(len(live) - 1) // 2]
+        return max(began) + max(ANSWERED_MIN_S, ANSWERED_TIMES * usual)
 
     def _round(self, live: list[PairLink]) -> list[PairLink]:
         """Who is exchanged with next: the one furthest off (greedy gossip: Ustebay et al. 2010, arXiv:0909.1830).

@@ -17,7 +17,7 @@ from peerd.training.pairs.nearness import SEED
 from peerd.training.sample import Sample, sample_of
 from peerd.training.sketch import WIDTH, Sketch, packed
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Delta, LinkClosed, LinkSketch
+from peerd.transport.messages import Delta, DeltaTaken, LinkClosed, LinkSketch
 
 SIZE = 600
 
@@ -109,6 +109,31 @@ def test_a_leaver_gives_its_model_to_those_who_train_on_where_it_is_news(apart: 
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert all(node.proceeded[-1] for node in swarm.nodes.values())
+
+
+class WithSilent(Spread):
+    """d answers no exchange."""
+
+    def deliver(self, source: str, target: str) -> bool:
+        queue = self.queues[source, target]
+        for message in [each for each in queue if source == "d" and isinstance(each, Delta | DeltaTaken)]:
+            queue.remove(message)
+        return super().deliver(source, target)
+
+
+def test_who_answers_no_exchange_keeps_none_of_the_others_from_agreeing() -> None:
+    swarm = WithSilent(4, 0.1)
+    swarm.step("d", 0.3 * swarm.rng.normal(size=SIZE))
+    for link in swarm.waiting():
+        swarm.lose(*link)
+    swarm.finish(*swarm.nodes)
+    for swarm.now in range(30):  # nothing is said again so soon
+        for name in "abc":
+            swarm.perform(name, swarm.nodes[name].core.on_timer(swarm.now))
+        swarm.settle()
+    for one, other in combinations("abc", 2):
+        apart = float(np.linalg.norm(swarm.nodes[one].x - swarm.nodes[other].x))
+        assert apart < 0.01 * np.linalg.norm(swarm.nodes[one].x)
 
 
 def test_a_leavers_last_steps_are_not_lost_where_all_are_within_what_is_near_while_one_trains() -> None:
