@@ -16,6 +16,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from peerd.training.batch_sizes import Work
 from peerd.training.codecs.concentration import Concentration
 from peerd.training.codecs.vector import GAIN_MAX, VALUE_MAX, Layout, NotFinite
@@ -29,7 +31,7 @@ from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.links import PairLink, PairLinks
 from peerd.training.pairs.nearness import SEED, can_be_said, heard
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
-from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of
+from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of, unpacked
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
 from peerd.training.sketch import Sketch
@@ -335,7 +337,7 @@ class Gossip(PartneredMode[PairLink]):
         self._lend(correction, link, math.sqrt(length))
         effects: list[Effect] = [Apply(correction)]
         if self._settings.robust:
-            effects += self._judge(link, now, stood=not both.moved.any())
+            effects += self._judge(link.peer, link.distance, now, stood=not both.moved.any())
         effects += self._look_around(now)
         if self.counts["exchanges"] % ROTATE_AFTER_EXCHANGES == 0 and not self._ends_around():
             effects += self._links.rotate(now)
@@ -362,12 +364,17 @@ class Gossip(PartneredMode[PairLink]):
 
     def _on_late(self, sender: NodeId, message: Delta, now: float) -> list[Effect]:
         """A half of a link that we do not hold (any more)."""
-        correction, effects = self._links.on_late(sender, message, now)
-        if correction is None:
+        both, effects = self._links.on_late(sender, message, now, self._values_max())
+        if both is None:
             return effects
         self.counts["exchanges"] += 1
-        self._lend(correction)
-        return [*effects, Apply(correction), *self._flush(now)]
+        self._allowances.spent(sender, both.moved, both.distances)
+        self._lend(both.correction)
+        effects.append(Apply(both.correction))
+        if self._settings.robust:
+            distance = tensors_of(self._layout).whole(both.distances)
+            effects += self._judge(sender, distance, now, stood=not both.moved.any())
+        return effects + self._flush(now)
 
     def _codec(self, partner: PairLink) -> str:
         return partner.codec if self._settings.codec == AUTO else self._settings.codec
@@ -388,7 +395,10 @@ class Gossip(PartneredMode[PairLink]):
         if not self._settings.robust or answers or free:  # an answer to our half: that one has said its limits
             return ExchangeHalf(codec, gain, limit, self._report.finishing, b"", self._values_max(), work)
         self._allowances.look(values, self._report.step, self._report.lr_ratio)
-        limits = packed(self._allowances.limits(link.peer, self._compared()))
+        may_move = self._allowances.limits(link.peer, self._compared())
+        for owed in self._links.may_still_move(link.peer):
+            may_move = np.maximum(may_move - unpacked(owed, len(may_move)), 0.0)
+        limits = packed(may_move)
         return ExchangeHalf(codec, gain, limit, self._report.finishing, limits, self._values_max(), work)
 
     def _values_max(self) -> float:
@@ -433,24 +443,24 @@ class Gossip(PartneredMode[PairLink]):
         for link in self._held():
             link.moved, link.news = link.moved + link.news, 0.0
 
-    def _judge(self, link: PairLink, now: float, *, stood: bool) -> list[Effect]:
+    def _judge(self, peer: NodeId, distance: float, now: float, *, stood: bool) -> list[Effect]:
         """A peer that is far away and stays there is left alone for a while.
 
         Where both models `stood`, one end makes no steps, and lets nobody move it: that says nothing of the other.
         """
-        farness = self._allowances.farness(link.peer, self._partners()) if not self._report.finishing else 0.0
+        farness = self._allowances.farness(peer, self._partners()) if not self._report.finishing else 0.0
         if farness is None:
             return []
         far = farness > 1
         self.counts["far_away"] += far
         if far and stood:
             return []
-        gray_s = self._links.graylist.note(link.peer, link.distance, now, farness)
+        gray_s = self._links.graylist.note(peer, distance, now, farness)
         if not gray_s:
             return []
         self.counts["graylisted"] += 1
-        text = f"{link.peer} shows a model far from all others': no exchanges with it for {gray_s / 60:.0f} min"
-        return [Log(text), *self._links.end(link.peer, now), *self._links.fill_view(now)]
+        text = f"{peer} shows a model far from all others': no exchanges with it for {gray_s / 60:.0f} min"
+        return [Log(text), *self._links.end(peer, now), *self._links.fill_view(now)]
 
     # ---------------------------------------------------------------- the final flush
 

@@ -44,7 +44,7 @@ from peerd.training.mode import ENDED_MAX
 from peerd.training.pairs.duration import SPARSE, Durations
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.nearness import Nearness
-from peerd.training.pairs.reference import PairedReference, Unfinished
+from peerd.training.pairs.reference import Exchanged, PairedReference, Unfinished
 from peerd.training.pairs.start import SNAPSHOT_CODEC, arrived, snapshot, start_of
 from peerd.training.room import room
 from peerd.training.sample import sample_of
@@ -383,8 +383,10 @@ class PairLinks:
             remnant.unfinished.taken(seq)
             self._settle(remnant)
 
-    def on_late(self, sender: NodeId, message: Delta, now: float) -> tuple[Vector | None, list[Effect]]:
-        """A half of a link that is not held: perhaps one that we waited for, with its correction. Raises PeerError."""
+    def on_late(
+        self, sender: NodeId, message: Delta, now: float, value_max: float
+    ) -> tuple[Exchanged | None, list[Effect]]:
+        """A half of a link that is not held: perhaps one that we waited for. Raises PeerError."""
         if self.opening.get(sender, (None, 0.0))[0] == message.link:
             # its snapshot was lost, and the peer may hold no more than what is left of the link: it waits for a half
             # that never comes from here, where the link never opens
@@ -393,10 +395,15 @@ class PairLinks:
         remnant = self._remnant(sender, message.link)
         if remnant is None:
             return None, self.last_word(sender, message.link, now)
-        correction = remnant.unfinished.receive(message)
-        answer = correction is not None or message.seq >= remnant.unfinished.version
+        exchanged = remnant.unfinished.receive(message, value_max)
+        answer = exchanged is not None or message.seq >= remnant.unfinished.version
         self._settle(remnant)
-        return correction, self.last_word(sender, message.link, now) if answer else []
+        return exchanged, self.last_word(sender, message.link, now) if answer else []
+
+    def may_still_move(self, peer: NodeId) -> list[bytes]:
+        """How far the halves that this one owes us of links that have ended may move each tensor."""
+        owed = [one.unfinished.may_still_move for one in self.remnants.values() if one.peer == peer]
+        return [limits for limits in owed if limits]
 
     # ---------------------------------------------------------------- what gossip asks
 

@@ -266,8 +266,13 @@ class Unfinished:
         said.append(LinkClosed(self.link, self.version) if self.under_way is None else self.under_way)
         return said
 
-    def receive(self, theirs: Delta) -> Vector | None:
-        """The peer's half arrived; returns the correction if it is the one awaited, in scratch. Raises PeerError."""
+    @property
+    def may_still_move(self) -> bytes:
+        """How far the half that it waits for may move each tensor, as ours has it."""
+        return self.under_way.limits if self.under_way is not None else b""
+
+    def receive(self, theirs: Delta, value_max: float) -> Exchanged | None:
+        """The peer's half arrived; returns the exchange if it is the one awaited. Raises PeerError."""
         if theirs.seq == self.version:
             self.taken(self.version if not theirs.wants_answer else -1)
         if theirs.seq != self.version + 1:
@@ -279,14 +284,17 @@ class Unfinished:
             raise PeerError(f"a gain of {theirs.gain} is outside (0, {GAIN_MAX}]")
         tensors = tensors_of(self.layout)
         limits = unpacked(theirs.limits, len(tensors))
-        correction = decode_onto(theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, corrects=True)
+        correction = decode_onto(
+            theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, value_max, corrects=True
+        )
+        distances = tensors.norms(correction)
         gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
-        share = share_of(self.under_way, theirs)
-        tensors.scale(correction, share * factors(gain, tensors.norms(correction), ours, limits))
+        scale = share_of(self.under_way, theirs) * factors(gain, distances, ours, limits)
+        tensors.scale(correction, scale)
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None
         self.cancel()
-        return correction
+        return Exchanged(correction, distances, scale * distances, limits)
 
     def taken(self, seq: int) -> None:
         """The peer has applied exchange `seq`."""

@@ -17,15 +17,25 @@ from hypothesis.stateful import initialize, invariant, rule
 from weather import NAMES, Connections, Partings, weather_settings
 
 from peerd.training import room
-from peerd.training.codecs import CODECS
+from peerd.training.codecs import CODECS, vector
 from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import EVERY_STEP, gossip
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
 from peerd.training.pairs.links import CAME, REMINDERS, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.robust import RATE
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Connected, Delta, DeltaTaken, LinkClosed, LinkEqual, LinkOpen, LinkSnapshot
+from peerd.transport.messages import (
+    Connected,
+    Delta,
+    DeltaTaken,
+    LinkClosed,
+    LinkEqual,
+    LinkOpen,
+    LinkSnapshot,
+    Message,
+)
 
 WITH = [*sorted(CODECS), AUTO]
 BATCHES: list[list[float]] = [[], [16, 16, 16, 16], [64, 8, 8, 8], [100, 64, 16, 8]]
@@ -820,3 +830,45 @@ def test_after_a_runs_end_each_step_is_news_be_the_partner_there_or_not() -> Non
     swarm.quiesce()
     assert swarm.nodes["a"].core.drained
     assert swarm.nodes["a"].core.quiet == EVERY_STEP
+
+
+@pytest.mark.parametrize("together", [1, 20])
+def test_a_half_that_comes_after_its_links_end_moves_the_model_by_what_is_allowed_and_no_further(together: int) -> None:
+    """Who ends each link while our half is under way, and gives its own then, has no allowance for each."""
+    swarm = GossipSwarm(5, 60, "float32", robust=True)
+    node = swarm.nodes["a"]
+    for each in swarm.nodes.values():
+        each.x = each.base = node.x.copy()
+    swarm.everyone_alive()
+    swarm.settle()
+
+    def steps(names: str) -> None:
+        for name in names:
+            swarm.step(name, 0.01 * swarm.rng.normal(size=60))
+            swarm.settle()
+
+    def say(message: Message) -> None:
+        swarm.perform("a", node.core.on_message("e", message, swarm.now))
+
+    for _ in range(20):
+        steps("abcd")
+    moved, halves = 0.0, []
+    far = vector.encode("float32", swarm.layout, np.full(60, 100.0, np.float32), known=np.zeros(60, np.float32))[0]
+    for number in range(1, 41):
+        say(LinkOpen(number))
+        while (link := node.core._links.held.get("e")) is not None and link.reference.under_way is None:
+            swarm.step("a", 0.001 * swarm.rng.normal(size=60))
+        if link is None or link.reference.link != number:
+            break  # it is left alone
+        say(LinkClosed(number, 1))
+        halves.append(Delta(number, 1, "float32", 0.5, False, False, b"", 0.0, 0.0, far))
+        if len(halves) == together:
+            before = node.x.copy()
+            for half in halves:
+                say(half)
+                say(LinkClosed(half.link, 1))
+            moved += float(np.linalg.norm(node.x - before))
+            halves.clear()
+    swarm.queues.clear()
+    assert node.core.counts["exchanges"] > 20
+    assert 0 < moved < RATE / 4 * float(node.core._allowances._way.sum())
