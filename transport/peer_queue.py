@@ -2,11 +2,13 @@
 
 What a mode says again because it has had no answer may still wait here, on a thin line: then it is not queued twice. A
 message that supersedes others takes the place of an older one of its type; not of one that is leaving. What is not said
-again outlives a connection that breaks.
+again outlives a connection that breaks. Each answer of a peer that asks and does not listen would be a model's bytes
+more, so bulk is bounded by those.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
@@ -22,8 +24,9 @@ class PeerQueue(Generic[Item]):
     """Messages to one peer, in order, each as what its sender keeps of it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Hashable, Item, bool]] = deque()  # said, and whether it is said again
+        self._waiting: deque[tuple[Hashable, Item, bool, int]] = deque()  # said, whether it is said again, its bulk
         self._leaving: Hashable | None = None
+        self._bulk = self._bulk_leaving = 0  # bytes of what waits, and of what leaves
 
     def __len__(self) -> int:
         """With the one that is leaving."""
@@ -34,28 +37,39 @@ class PeerQueue(Generic[Item]):
         """Whether there is one to take."""
         return bool(self._waiting)
 
-    def put(self, message: Message, item: Item, scope: Hashable = None) -> bool:
-        """Queue it, unless that is full or it waits already; whether it is news. Scopes have nothing in common."""
+    def put(self, message: Message, item: Item, scope: Hashable = None, bulk_max: float = math.inf) -> bool:
+        """Queue it, unless that is full or it waits already; whether it is news. Scopes have nothing in common.
+
+        Bulk goes in where so many bytes of it are not exceeded, or none is there.
+        """
         said = (scope, message.said)
-        at = next((at for at, (other, _, _) in enumerate(self._waiting) if other == said), None)
+        at = next((at for at, (other, _, _, _) in enumerate(self._waiting) if other == said), None)
+        bulk = sum(memoryview(chunk).nbytes for chunk in getattr(message, "chunks", ()))
         if message.supersedes and at is not None:
-            self._waiting[at] = said, item, message.repeated
+            self._bulk += bulk - self._waiting[at][3]
+            self._waiting[at] = said, item, message.repeated, bulk
             return True
         if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
             return False
-        self._waiting.append((said, item, message.repeated))
+        held = self._bulk + self._bulk_leaving
+        if bulk and held and held + bulk > bulk_max:
+            return False
+        self._waiting.append((said, item, message.repeated, bulk))
+        self._bulk += bulk
         return True
 
     def take(self) -> Item:
         """The next one, which leaves now, until `left` or `clear`."""
-        self._leaving, item, _ = self._waiting.popleft()
+        self._leaving, item, _, self._bulk_leaving = self._waiting.popleft()
+        self._bulk -= self._bulk_leaving
         return item
 
     def left(self) -> None:
         """It is with the peer, or with what carries it there."""
-        self._leaving = None
+        self._leaving, self._bulk_leaving = None, 0
 
     def clear(self) -> None:
         """The connection broke: what was to be said is said anew, or still waits."""
         self._waiting = deque(each for each in self._waiting if not each[2])
-        self._leaving = None
+        self._bulk = sum(bulk for _, _, _, bulk in self._waiting)
+        self.left()

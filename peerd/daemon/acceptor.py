@@ -37,6 +37,7 @@ from peerd.transport.messages import (
 )
 from peerd.transport.secure.credentials import STRANGER
 
+MODELS_WAITING_MAX = 8  # in the bulk that waits for one peer: a link has three messages under way, a server as many
 NEWS_S, LOOK_S = 2.0, 0.02  # for the news of a member, less than a dialler waits; between two looks
 
 
@@ -194,9 +195,10 @@ class Acceptor:
             raise ConnectionLost(f"{connection.remote}: closed, it broke the rules too often")
 
     def raise_payload_limits(self) -> None:
-        """Let messages in that hold a whole model, once it is known how large that is."""
+        """Let messages in that hold a whole model, once it is known how large that is, and some out."""
         if (layout := self._trainer_service.layout) is not None:
             limit = vector.payload_limit(layout, OPTIMIZER_VALUES_MAX[self._trainer_service.plans.settings.exchange])
+            self._peers.bulk_max = MODELS_WAITING_MAX * limit
             for connection in self._nodes:
                 connection.payload_limit = limit
 

@@ -8,6 +8,7 @@ plan (plan.py) under which it was queued: the connection says so before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -66,6 +67,7 @@ class Peers:
         """
         self.offences = Offences()
         self.plan = AS_STARTED  # of what is sent from now on
+        self.bulk_max = math.inf  # bytes that wait for one peer
         self._transport = transport
         self._hello = hello
         self._address_of = address_of
@@ -103,7 +105,7 @@ class Peers:
         if box is None:
             box = self._boxes[peer] = _Outgoing(trio.CancelScope(), trio.current_time())
             self._nursery.start_soon(self._keep_connected, peer, box)
-        if box.queue.put(message, (self.plan, message), self.plan):
+        if box.queue.put(message, (self.plan, message), self.plan, self.bulk_max):
             box.filled.set()
 
     def forget(self, peer: NodeId) -> None:

@@ -110,3 +110,18 @@ def test_a_full_queue_takes_no_more_until_something_has_left() -> None:
     assert not queue.put(LinkClosed(QUEUE_MAX, 1), QUEUE_MAX)
     queue.left()
     assert queue.put(LinkClosed(QUEUE_MAX, 1), QUEUE_MAX)
+
+
+def test_a_peer_that_asks_and_does_not_listen_has_so_much_bulk_wait_for_it() -> None:
+    """However many links it opens; what has no chunks goes on, and so does one message, however large."""
+    queue = PeerQueue[int]()
+    assert queue.put(half(0, bytes(50)), 0, bulk_max=40.0)
+    assert not queue.put(half(1, bytes(1)), 1, bulk_max=40.0)
+    assert queue.put(LinkClosed(1, 1), 2, bulk_max=40.0)
+    queue.take()
+    assert not queue.put(half(1, bytes(1)), 1, bulk_max=40.0), "it has not left yet"
+    queue.left()
+    put = [queue.put(half(seq, bytes(10)), seq, bulk_max=40.0) for seq in range(1, 9)]
+    assert put == 4 * [True] + 4 * [False]
+    queue.clear()
+    assert queue.put(half(9, bytes(40)), 9, bulk_max=40.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -285,6 +286,7 @@ async def test_half_messages_are_bounded_in_all_and_a_member_goes_on() -> None:
         member = await there.dial("member")
         await member.send(LinkOpen(1))
         await trio.sleep(1)
+        assert limit < there.peers.bulk_max < math.inf, "nor is what goes out without end"
         bad = [await there.dial(f"bad-{number}") for number in range(9)]
         half = half_message(limit // 2)
         for connection in bad:

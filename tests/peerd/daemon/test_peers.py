@@ -19,6 +19,7 @@ from peerd.transport.memory import MemoryNetwork
 from peerd.transport.messages import (
     Hello,
     LinkOpen,
+    LinkSnapshot,
     Message,
     ModelSnapshot,
     Plan,
@@ -139,6 +140,19 @@ async def test_a_queue_is_bounded() -> None:
             there.peers.send("far", LinkOpen(number))
         await trio.sleep(1)
         assert there.far.heard == opens(*range(QUEUE_MAX))
+
+
+async def test_a_peer_that_asks_for_models_and_hears_none_does_not_fill_the_memory() -> None:
+    async with setting() as there:
+        await there.listen(there.far)
+        there.peers.bulk_max = 3 << 20
+        for link in range(20):
+            there.peers.send("far", LinkSnapshot(link, "bfloat16", (bytes(1 << 20),)))
+        there.peers.send("far", LinkOpen(1))
+        await there.peers.drain()
+        await trio.sleep(1)
+        kinds = [type(message) for message in there.far.heard]
+        assert kinds == 3 * [LinkSnapshot] + [LinkOpen]
 
 
 async def test_a_connection_says_under_which_plan_its_messages_were_meant() -> None:
