@@ -240,6 +240,30 @@ def test_what_a_leader_orders_by_any_report_is_believed_by_the_others(field: str
     assert swarm.refused == 0
 
 
+def test_no_reports_of_one_member_bring_rounds_to_where_a_newcomer_does_not_believe_them() -> None:
+    """Be it as far as is believed, from the first round on: it takes thousands."""
+    swarm = Attacked(("allreduce", {}), "abcd", codec="float32", overlap="blocking")
+    swarm.all_hear()
+    swarm.settle()
+    ours = swarm.nodes["a"].core.mode._rounds
+    for _ in range(120):
+        for name in "abcd":
+            swarm.step(name, 0.1)
+        said = swarm.queues["d", "a"]
+        for place, each in enumerate(said):
+            if isinstance(each, RoundReport) and each.phase == RoundPhase.READY:
+                said[place] = replace(each, round=ours.round + STEP_MAX if ours.round else REPORTED_MAX)
+        swarm.settle()
+    assert ours.round > 20
+    swarm.refused = 0
+    swarm.live("e", swarm.start)
+    swarm.all_hear()
+    swarm.settle()
+    swarm.train(8)
+    assert swarm.refused == 0
+    assert swarm.nodes["e"].core.mode._rounds.round == ours.round
+
+
 @pytest.mark.parametrize("victim", ["b", "c"])  # the former leads next
 @pytest.mark.parametrize("min_peers", [1, 4])
 def test_who_was_taken_far_ahead_by_a_leader_that_lied_is_in_rounds_again_under_the_next(

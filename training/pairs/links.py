@@ -56,6 +56,8 @@ from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, Li
 
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
 UNFINISHED_MAX = 64
+OPENED_MAX = 8
+"""Links that one peer is given within a minute: each costs some passes over the whole model and most of its bytes."""
 REMINDERS = 10  # a minute apart: a whole model on a thin line takes long, and may still come after them
 
 
@@ -197,6 +199,7 @@ class PairLinks:
         self._lacking_since = float("inf")  # or since those who declined were last asked again
         self._made_place_at: float | None = None  # for one that was turned away, or when the first peers came
         self._turned_away: NodeId | None = None
+        self._given: dict[NodeId, list[float]] = {}  # when each was given links of late
         self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
@@ -265,6 +268,7 @@ class PairLinks:
                 self.returned(peer)
             effects += self.repeat(peer, now)
         self._declined &= alive
+        self._given = {peer: given for peer, given in self._given.items() if now - given[-1] < SILENCE_MAX_S}
         self._make_room()
         return effects + self.fill_view(now)
 
@@ -295,6 +299,10 @@ class PairLinks:
             return self.last_word(sender, number, now)  # said again, of a link that has ended
         if sender in self.opening and self._me > sender:
             return []  # both ends asked at once: the smaller id answers, the larger's number stands
+        given = [at for at in self._given.get(sender, ()) if now - at < SILENCE_MAX_S]
+        if len(given) >= OPENED_MAX:
+            self._counts["links_declined"] += 1
+            return [Send(sender, LinkClosed(number, 0))]
         frees = sender in self.opening or (link is not None and link.active)  # the place that it has
         full = self.opens and self._places_taken() - frees >= self._room.active
         declines = full or self.graylist.refuses(sender, now)
@@ -309,6 +317,7 @@ class PairLinks:
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
+        self._given[sender] = [*given, now]
         if message.digest and message.digest == digest(start, self._layout):
             self._counts["links_equal"] += 1
             return [*effects, Send(sender, LinkEqual(number))]

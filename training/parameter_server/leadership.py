@@ -27,7 +27,7 @@ from hashlib import blake2b
 import numpy as np
 
 from peerd.training.codecs import vector
-from peerd.training.counts import COUNT_END, REPORTED_MAX, REPORTED_STEP, STEP_MAX, within_step
+from peerd.training.counts import COUNT_END, REPORTED_STEP, STEP_MAX, within_step
 from peerd.training.effects import Vector
 from peerd.training.parameter_server.limits import PushLimits
 from peerd.training.parameter_server.optimizer import Optimizer
@@ -211,7 +211,7 @@ class Leadership:
         Who has will tell again, and the next bid is above it.
         """
         best, term = self._newest(shard), shard.leader[0]
-        self._follow(shard, (max(term, min(above, term + REPORTED_STEP if term > 0 else REPORTED_MAX)) + 1, self._me))
+        self._follow(shard, (max(term, min(above, term + REPORTED_STEP)) + 1, self._me))
         shard.enter(Lead.PREPARING)
         shard.preparing = Preparing({*self._members.alive, *self._heard}, best, now, {self._me: self._worker.life})
         self._counts["claims"] += 1

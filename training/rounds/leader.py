@@ -450,8 +450,11 @@ class Leader:
 
 
 def _near_usual(counts: Sequence[int]) -> int:
-    """The highest, or as near to it as those believe who have counted so far as is usual."""
-    return min(max(counts, default=0), median_low(list(filter(None, counts)) or [0]) + REPORTED_STEP)
+    """The highest, or as near to it as those believe who have counted so far as is usual.
+
+    Who has not counted is one of them: of a swarm that has just begun it is one that lies who has.
+    """
+    return min(max(counts, default=0), median_low(counts or [0]) + REPORTED_STEP)
 
 
 def patience_s(pace: Pace) -> float:

@@ -122,7 +122,7 @@ def held_at_once(culprit: str) -> Lie:
 def held_of_an_attempt_that_nobody_made(culprit: str) -> Lie:
     def lie(to: str, message: Message) -> Message | None:
         if isinstance(message, RoundReport):
-            return replace(message, phase=RoundPhase.HELD, attempt=message.attempt + (1 << 40))
+            return replace(message, phase=RoundPhase.HELD, attempt=message.attempt + (1 << 34))
         return message
 
     return lie
