@@ -19,8 +19,9 @@ So both ends apply an exchange, or neither, and the sum of the models' moves is 
 than ANSWERS_MAX answers wait: then the oldest is forgotten, and its inviter refused.
 
 Nobody waits: training goes on meanwhile. An invitation without an answer lapses after some steps; a partner that dies
-makes place for another one. What has had no answer is said again, and no number is applied twice. A run ends with
-gossip's flush over links that are opened for it.
+makes place for another one, and so does one that lives and keeps us waiting for long: it is left alone for a while.
+What has had no answer is said again, and no number is applied twice. A run ends with gossip's flush over links that are
+opened for it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from statistics import median
 
 import numpy as np
 
@@ -44,12 +46,17 @@ from peerd.training.modes.gossip import Gossip
 from peerd.training.one_way.allowance import Allowances
 from peerd.training.pairs.outer import ETA, HALF, MU, WHOLE_MODEL_CODECS, Contribution, Outer
 from peerd.training.pairs.reference import PairedReference
+from peerd.training.refusal import Refusal
 from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
 
 STEPS = 50  # H, NoLoCo's own
 PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
+SILENT_S, SILENT_TIMES = 300.0, 8.0
+"""Of one that has promised or had a half: so long, or so many times what an exchange usually takes."""
+USUAL_OF = 8  # exchanges
+DOUBLINGS_MAX = 6  # of that, while no exchange comes to its end: the line may be thin, and the model large
 REMEMBERED = 64  # numbers of exchanges that have ended
 ANSWERS_MAX = 2  # models that are kept for partners that may not have had them
 
@@ -60,7 +67,7 @@ class Stage(Enum):
     IDLE = auto()  # there is none
     INVITED = auto()  # asked; free to go with another
     ACCEPTED = auto()  # said yes; the inviter's half will come, or its refusal
-    SENT = auto()  # our half is there; only its answer, a refusal or the partner's death ends it
+    SENT = auto()  # our half is there; only its answer, a refusal, long silence or the partner's death ends it
 
 
 TRANSITIONS: dict[Stage, dict[Stage, str]] = {
@@ -75,10 +82,10 @@ TRANSITIONS: dict[Stage, dict[Stage, str]] = {
     },
     Stage.ACCEPTED: {
         Stage.ACCEPTED: "its PairInvite came again, or a later one",
-        Stage.IDLE: "PairHalf: applied, and ours said; or a refusal, its death, or no finite model",
+        Stage.IDLE: "PairHalf: applied, and ours said; or a refusal, long silence, its death, or no finite model",
     },
     Stage.SENT: {
-        Stage.IDLE: "PairHalf: applied; or a refusal, or its death",
+        Stage.IDLE: "PairHalf: applied; or a refusal, long silence, or its death",
     },
 }
 """What a stage may be followed by, and why."""
@@ -93,6 +100,7 @@ class _Pair:
     said_at: float
     since_step: int
     contribution: Contribution | None = None  # from SENT on
+    since: float = 0.0  # it is in this stage
 
 
 class NoLoCo(ModeClass):
@@ -135,6 +143,9 @@ class NoLoCo(ModeClass):
         self._alive: frozenset[NodeId] = frozenset()
         self._asked_us: set[NodeId] = set()
         self._declined: set[NodeId] = set()
+        self._left_alone: dict[NodeId, Refusal] = {}  # who was silent for long
+        self._in_vain = 0  # times that somebody was, since an exchange came to its end
+        self._took: deque[float] = deque(maxlen=USUAL_OF)  # seconds, of such
         self._invitations = 0  # since the last step: at most a view of them
         self._due: int | None = None  # the step that ends the local steps
         self._ready = False  # they are made, and the model was published since
@@ -182,7 +193,7 @@ class NoLoCo(ModeClass):
             case PairHalf() if message.wants_answer:
                 effects = self._on_half(sender, message, now)
             case PairHalf():
-                effects = self._on_answer(sender, message)
+                effects = self._on_answer(sender, message, now)
             case Connected():
                 effects = self._repeat(sender, now) + self._flush.on_message(sender, message, now)
             case _:
@@ -195,6 +206,7 @@ class NoLoCo(ModeClass):
         self._alive = alive
         self._asked_us &= alive
         self._declined &= alive
+        self._left_alone = {peer: left for peer, left in self._left_alone.items() if not left.is_past(now)}
         for gone in self._met.keys() - alive:
             del self._met[gone]
         self._allowances.keep(alive)
@@ -213,6 +225,11 @@ class NoLoCo(ModeClass):
         if self._pair is not None and now - self._pair.said_at >= SILENCE_MAX_S:
             self.counts["repeats"] += 1
             effects += self._repeat(self._pair.peer, now)
+        if self._pair is not None and now >= self._silent_at(self._pair):
+            self.counts["partners_silent"] += 1
+            self._in_vain += 1
+            self._left_alone.setdefault(self._pair.peer, Refusal()).begin(now)
+            effects += self._end(now) + (self._finish(now) if self._report.finishing else [])
         return self._rearm(effects)
 
     # ---------------------------------------------------------------- what there is to see
@@ -270,7 +287,8 @@ class NoLoCo(ModeClass):
             self._enter(None)
         if not self._ready or self._invitations >= self._view:
             return []
-        waiting = sorted(self._asked_us) or sorted(self._alive - self._declined)
+        left_alone = {peer for peer in self._left_alone if self._leaves_alone(peer, now)}
+        waiting = sorted(self._asked_us - left_alone) or sorted(self._alive - self._declined - left_alone)
         if not waiting:
             self.counts["trigger_no_idle_link"] += 1
             self._declined.clear()
@@ -292,7 +310,7 @@ class NoLoCo(ModeClass):
                 return []  # both asked at once: the smaller id's invitation stands
         elif pair is not None and (pair.stage is not Stage.INVITED or self._me < sender):
             return self._decline(sender, seq)  # only to a smaller id do we turn: no circle of askers turns at once
-        if not self._ready or self._report.finishing:
+        if not self._ready or self._report.finishing or self._leaves_alone(sender, now):
             return self._decline(sender, seq)
         self._asked_us.discard(sender)
         return self._say(sender, Stage.ACCEPTED, PairAnswer(seq, True), now)
@@ -324,7 +342,7 @@ class NoLoCo(ModeClass):
         except NotFinite:
             return [*self._not_finite(), Send(sender, PairAnswer(seq, False)), *self._end(now)]
         half = PairHalf(seq, self._outer.codec, True, ours.chunks)
-        self._enter(replace(pair, stage=Stage.SENT, said=half, said_at=now, contribution=ours))
+        self._enter(replace(pair, stage=Stage.SENT, said=half, said_at=now, contribution=ours, since=now))
         return [Send(sender, half)]
 
     def _on_half(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
@@ -343,13 +361,13 @@ class NoLoCo(ModeClass):
         while len(self._answers) >= ANSWERS_MAX:
             del self._answers[next(iter(self._answers))]
         self._answers[sender] = answer
-        return [Send(sender, answer), *self._update(pair, ours, theirs)]
+        return [Send(sender, answer), *self._update(pair, ours, theirs, now)]
 
-    def _on_answer(self, sender: NodeId, half: PairHalf) -> list[Effect]:
+    def _on_answer(self, sender: NodeId, half: PairHalf, now: float) -> list[Effect]:
         pair = self._is_pair(sender, half.seq)
         if pair is None or pair.contribution is None:
             return [Send(sender, PairAnswer(half.seq, (sender, half.seq) in self._ended))]
-        effects = self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks))
+        effects = self._update(pair, pair.contribution, self._outer.decode(half.codec, half.chunks), now)
         return [*effects, Send(sender, PairAnswer(half.seq, True))]
 
     def _has_answer(self, sender: NodeId, seq: int) -> None:
@@ -357,7 +375,9 @@ class NoLoCo(ModeClass):
         if (answer := self._answers.get(sender)) is not None and answer.seq == seq:
             del self._answers[sender]
 
-    def _update(self, pair: _Pair, ours: Contribution, theirs: Vector) -> list[Effect]:
+    def _update(self, pair: _Pair, ours: Contribution, theirs: Vector, now: float) -> list[Effect]:
+        self._took.append(now - pair.since)
+        self._in_vain = 0
         distance = self._outer.apart(ours, theirs)
         self._correction = self._outer.step(ours, theirs, *self._shares(pair.peer, distance, ours, theirs))
         self._ended.append((pair.peer, pair.seq))
@@ -389,8 +409,21 @@ class NoLoCo(ModeClass):
         return pair if pair is not None and (pair.peer, pair.seq) == (sender, seq) else None
 
     def _say(self, peer: NodeId, stage: Stage, message: PairInvite | PairAnswer, now: float) -> list[Effect]:
-        self._enter(_Pair(peer, message.seq, stage, message, now, self._report.step))
+        pair = self._pair  # who asks again and again has promised since the first time
+        since = pair.since if pair is not None and pair.peer == peer and pair.stage is stage else now
+        self._enter(_Pair(peer, message.seq, stage, message, now, self._report.step, since=since))
         return [Send(peer, message)]
+
+    def _silent_at(self, pair: _Pair) -> float:
+        """When it has kept us waiting for long."""
+        if pair.stage is Stage.INVITED:
+            return math.inf  # that lapses by itself
+        usual = SILENT_TIMES * median(self._took) if self._took else 0.0
+        return pair.since + max(SILENT_S * 2.0 ** min(self._in_vain, DOUBLINGS_MAX), usual)
+
+    def _leaves_alone(self, peer: NodeId, now: float) -> bool:
+        left = self._left_alone.get(peer)
+        return left is not None and left.left_s(now) > 0
 
     def _enter(self, pair: _Pair | None) -> None:
         before, after = (Stage.IDLE if one is None else one.stage for one in (self._pair, pair))
@@ -433,6 +466,7 @@ class NoLoCo(ModeClass):
         return not_finite(self.counts)
 
     def _rearm(self, effects: list[Effect]) -> list[Effect]:
-        silence = math.inf if self._pair is None else self._pair.said_at + WAKE_AFTER_S
+        pair = self._pair
+        silence = math.inf if pair is None else min(pair.said_at + WAKE_AFTER_S, self._silent_at(pair))
         self.deadline = min(silence, self._flush.deadline)
         return effects

@@ -210,6 +210,36 @@ def test_training_goes_on_while_a_partner_is_silent() -> None:
     assert np.allclose(swarm.nodes["a"].x, GossipSwarm(2, 40, "float32").nodes["a"].x + 10 * H)
 
 
+@pytest.mark.parametrize(("liar", "says"), [("c", PairAnswer), ("a", PairInvite)])
+def test_who_promises_a_half_and_keeps_others_waiting_is_given_up_and_left_alone(liar: str, says: type) -> None:
+    """It lives, and says no more than this; though it says that again and again."""
+    swarm = noloco_swarm(3, 20)
+    deliver = swarm.deliver
+
+    def hears(source: str, target: str) -> bool:
+        if source == liar:  # a word of its own, and none of what it means
+            queue = swarm.queues[liar, target]
+            for message in [each for each in queue if not isinstance(each, says)]:
+                queue.remove(message)
+        return deliver(source, target)
+
+    swarm.deliver = hears  # type: ignore[method-assign]
+    for _ in range(40):
+        swarm.now += 30.0
+        for name, node in swarm.nodes.items():
+            swarm.step(name, 0.1)
+            if says is PairInvite and name != liar:
+                swarm.queues[liar, name].appendleft(PairInvite(swarm.messages))
+                hears(liar, name)
+            if swarm.now >= node.core.deadline:
+                swarm.perform(name, node.core.on_timer(swarm.now))
+        swarm.settle()
+    for name in {*"abc"} - {liar}:
+        core = swarm.nodes[name].core
+        assert core.counts["exchanges"] >= 3
+        assert core.counts["partners_silent"] <= 3
+
+
 def test_float_buffers_take_the_mean() -> None:
     swarm = noloco_swarm(2, 40, buffers=10)
     mean = sum(node.x[30:] for node in swarm.nodes.values()) / 2
