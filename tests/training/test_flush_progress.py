@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.training.flush import WINDOW, Progress
+from peerd.training.flush import PARTED_MAX, WINDOW, Progress
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0.5, 0.97))
@@ -38,3 +38,16 @@ def test_news_that_takes_two_apart_again_is_no_lie() -> None:
         progress.note(distance, agree=False)
         distance *= 0.98
     assert not progress.is_stuck
+
+
+@given(st.integers(1, WINDOW - 1))
+def test_who_agrees_and_does_not_in_turn_is_not_waited_for_without_end(apart: int) -> None:
+    """Two that lie, each while the other says that it is near, would keep a run from its end."""
+    progress = Progress()
+    for _ in range(PARTED_MAX + 2):
+        for _ in range(apart):
+            progress.note(1.0, agree=False)
+        progress.note(1e-6, agree=True)
+    assert progress.is_stuck
+    progress.note(1.0, agree=False)
+    assert progress.is_stuck
