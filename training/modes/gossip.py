@@ -276,6 +276,7 @@ class Gossip(PartneredMode[PairLink]):
             return not_finite(self.counts)
         self._policy.began_step = self._report.step
         link.began_at = link.sent_at = now
+        self._links.owes(link.peer, now)
         link.last_reason = reason
         return [Send(link.peer, message)]
 
@@ -311,6 +312,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
+        self._links.answered(link.peer)
         link.distance = link.reference.distance()
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
@@ -368,6 +370,7 @@ class Gossip(PartneredMode[PairLink]):
         if both is None:
             return effects
         self.counts["exchanges"] += 1
+        self._links.answered(sender)
         self._allowances.spent(sender, both.moved, both.distances)
         self._lend(both.correction)
         effects.append(Apply(both.correction))

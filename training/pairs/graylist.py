@@ -60,13 +60,22 @@ class Graylist:
                 record.begin()
             return 0.0
         if record is None:
-            if len(self._records) >= REMEMBERED_MAX:
-                del self._records[min(self._records, key=lambda one: self._records[one].refusal.until)]
-            record = self._records[peer] = _Record()
+            record = self._remembered(peer)
         if record.moved(distance, farness) < FAR_MAX:
             return 0.0
         record.begin()
         return record.refusal.begin(now)
+
+    def refuse(self, peer: NodeId, now: float) -> None:
+        """It has kept us waiting for long."""
+        record = self._remembered(peer)
+        record.begin()
+        record.refusal.begin(now)
+
+    def _remembered(self, peer: NodeId) -> _Record:
+        if peer not in self._records and len(self._records) >= REMEMBERED_MAX:
+            del self._records[min(self._records, key=lambda one: self._records[one].refusal.until)]
+        return self._records.setdefault(peer, _Record())
 
     def refuses(self, peer: NodeId, now: float) -> bool:
         """Whether there is no exchange with it."""

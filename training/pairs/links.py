@@ -57,7 +57,8 @@ from peerd.transport.messages import Delta, LinkClose, LinkClosed, LinkEqual, Li
 UNKNOWN = -1  # the version of a link that this end knows nothing of: it was another life's
 UNFINISHED_MAX = 64
 OPENED_MAX = 8
-"""Links that one peer is given within a minute: each costs some passes over the whole model and most of its bytes."""
+"""Links with one peer within a minute, whoever asked: each costs some passes over the whole model, or its bytes."""
+SILENT_DOUBLINGS_MAX = 6  # of how long an answer is waited for, while none comes at all: it may be the line
 REMINDERS = 10  # a minute apart: a whole model on a thin line takes long, and may still come after them
 
 
@@ -199,7 +200,9 @@ class PairLinks:
         self._lacking_since = float("inf")  # or since those who declined were last asked again
         self._made_place_at: float | None = None  # for one that was turned away, or when the first peers came
         self._turned_away: NodeId | None = None
-        self._given: dict[NodeId, list[float]] = {}  # when each was given links of late
+        self._owes: dict[NodeId, float] = {}  # since when each has left a half of ours unanswered
+        self._in_vain = 0  # times that one was given up for that, since an exchange was complete
+        self._began: dict[NodeId, list[float]] = {}  # when links with each did, of late
         self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
@@ -268,7 +271,8 @@ class PairLinks:
                 self.returned(peer)
             effects += self.repeat(peer, now)
         self._declined &= alive
-        self._given = {peer: given for peer, given in self._given.items() if now - given[-1] < SILENCE_MAX_S}
+        self._owes = {peer: since for peer, since in self._owes.items() if peer in alive and peer not in came}
+        self._began = {peer: began for peer, began in self._began.items() if now - began[-1] < SILENCE_MAX_S}
         self._make_room()
         return effects + self.fill_view(now)
 
@@ -288,7 +292,31 @@ class PairLinks:
                 effects += self.repeat(peer, now)
         self._declined.clear()
         self._lacking_since = float("inf")
-        return effects + self.fill_view(now)
+        return effects + self._give_up_silent(now) + self.fill_view(now)
+
+    def owes(self, peer: NodeId, now: float) -> None:
+        """A half of ours goes to it."""
+        self._owes.setdefault(peer, now)
+
+    def answered(self, peer: NodeId) -> None:
+        """An exchange with it is complete."""
+        self._owes.pop(peer, None)
+        self._in_vain = 0
+
+    def _give_up_silent(self, now: float) -> list[Effect]:
+        """Who lives, and never answers, has no place that others could have: such links are never idle, so a few that
+        lie would come to have all places. What is under way with it ends as with any link."""
+        effects: list[Effect] = []
+        limit_s = REMINDERS * SILENCE_MAX_S * 2.0 ** min(self._in_vain, SILENT_DOUBLINGS_MAX)
+        for peer, since in sorted(self._owes.items()):
+            if self.opens and now - since >= limit_s and self._strangers(now):
+                self._counts["partners_silent"] += 1
+                self._in_vain += 1
+                del self._owes[peer]
+                self.graylist.refuse(peer, now)
+                self._give_up(peer)
+                effects += self.end(peer, now)
+        return effects
 
     def on_open(self, sender: NodeId, message: LinkOpen, now: float) -> list[Effect]:
         """Give the peer a link that starts from our model, or decline. Raises NotFinite: then nothing has changed."""
@@ -299,8 +327,7 @@ class PairLinks:
             return self.last_word(sender, number, now)  # said again, of a link that has ended
         if sender in self.opening and self._me > sender:
             return []  # both ends asked at once: the smaller id answers, the larger's number stands
-        given = [at for at in self._given.get(sender, ()) if now - at < SILENCE_MAX_S]
-        if len(given) >= OPENED_MAX:
+        if self._began_too_often(sender, now):
             self._counts["links_declined"] += 1
             return [Send(sender, LinkClosed(number, 0))]
         frees = sender in self.opening or (link is not None and link.active)  # the place that it has
@@ -317,7 +344,6 @@ class PairLinks:
         if sender not in self.held:  # membership does not know it yet, and there is no room for another such
             self._counts["links_declined"] += 1
             return [*effects, Send(sender, LinkClosed(number, 0))]
-        self._given[sender] = [*given, now]
         if message.digest and message.digest == digest(start, self._layout):
             self._counts["links_equal"] += 1
             return [*effects, Send(sender, LinkEqual(number))]
@@ -438,7 +464,11 @@ class PairLinks:
     def _strangers(self, now: float) -> frozenset[NodeId]:
         """Who may be asked for a link, or may be when they have a place again."""
         refused = {peer for peer, _ in self.graylist.refused(now)}
+        refused |= {peer for peer in self._began if self._began_too_often(peer, now)}
         return self._alive - self.held.keys() - self.opening.keys() - refused
+
+    def _began_too_often(self, peer: NodeId, now: float) -> bool:
+        return sum(now - at < SILENCE_MAX_S for at in self._began.get(peer, ())) >= OPENED_MAX
 
     def _make_place(self, peer: NodeId, now: float) -> list[Effect]:
         """This one found none here, and perhaps nowhere: it is asked when one is free. Each costs a link its past."""
@@ -572,6 +602,7 @@ class PairLinks:
     def _hold(self, peer: NodeId, number: int, start: Sliced, values: Vector, now: float) -> None:
         reference = PairedReference(number, start, self._layout, self._scratch)
         norm = norm_of_difference(values[: self._layout.parameters])
+        self._began[peer] = [*self._began.get(peer, ())[-OPENED_MAX + 1 :], now]
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(

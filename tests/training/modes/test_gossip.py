@@ -22,7 +22,7 @@ from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import EVERY_STEP, gossip
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
-from peerd.training.pairs.links import CAME, REMINDERS, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.links import CAME, OPENED_MAX, REMINDERS, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.robust import RATE
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
@@ -832,6 +832,66 @@ def test_after_a_runs_end_each_step_is_news_be_the_partner_there_or_not() -> Non
     assert swarm.nodes["a"].core.quiet == EVERY_STEP
 
 
+def test_who_opens_link_after_link_is_given_a_few_a_minute() -> None:
+    swarm = linked_pair()
+    node = swarm.nodes["a"]
+
+    def given(number: int) -> bool:
+        effects = node.core.on_message("b", LinkOpen(number), swarm.now)
+        return any(isinstance(effect, Send) and isinstance(effect.message, LinkSnapshot) for effect in effects)
+
+    before = node.core.counts["links_declined"]
+    assert 0 < sum(given(number) for number in range(100)) <= OPENED_MAX
+    assert node.core.counts["links_declined"] >= before + 100 - OPENED_MAX
+    swarm.now += SILENCE_MAX_S
+    assert given(100)
+
+
+def test_who_says_that_its_model_is_equal_and_ends_the_link_is_asked_for_a_few_a_minute() -> None:
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    node = swarm.nodes["a"]
+    asked = 0
+    swarm.hear("a")
+    for _ in range(100):
+        for message in [each for each in swarm.queues["a", "b"] if isinstance(each, LinkOpen)]:
+            asked += 1
+            swarm.queues["a", "b"].clear()
+            for said in (LinkEqual(message.link), LinkClosed(message.link, 0)):
+                swarm.perform("a", node.core.on_message("b", said, swarm.now))
+    assert 0 < asked <= OPENED_MAX
+    swarm.now += SILENCE_MAX_S + WAKE_AFTER_S
+    swarm.perform("a", node.core.on_timer(swarm.now))
+    assert any(isinstance(each, LinkOpen) for each in swarm.queues["a", "b"])
+
+
+class WithSilent(GossipSwarm):
+    """The last member opens and accepts links, and answers no exchange."""
+
+    def deliver(self, source: str, target: str) -> bool:
+        queue = self.queues[source, target]
+        for message in [each for each in queue if source == max(self.nodes) and isinstance(each, Delta | DeltaTaken)]:
+            queue.remove(message)
+        return super().deliver(source, target)
+
+
+def test_who_answers_no_exchange_loses_its_place_though_it_opens_another_link() -> None:
+    swarm = WithSilent(4, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    node = swarm.nodes["a"]
+    for number in range(14):
+        swarm.perform("a", node.core.on_message("d", LinkOpen(number), swarm.now))
+        for _ in range(9):
+            swarm.step("a", swarm.rng.normal(size=10))
+        swarm.now += 61.0
+        swarm.perform("a", node.core.on_timer(swarm.now))
+        swarm.settle()
+    assert node.core.graylist.refuses("d", swarm.now)
+    assert "d" not in node.core.references()
+    assert {peer for peer in "bc" if peer in node.core.references()}
+    assert not any(node.core.graylist.refuses(peer, swarm.now) for peer in "bc")
+
+
 @pytest.mark.parametrize("together", [1, 20])
 def test_a_half_that_comes_after_its_links_end_moves_the_model_by_what_is_allowed_and_no_further(together: int) -> None:
     """Who ends each link while our half is under way, and gives its own then, has no allowance for each."""
@@ -855,6 +915,7 @@ def test_a_half_that_comes_after_its_links_end_moves_the_model_by_what_is_allowe
     moved, halves = 0.0, []
     far = vector.encode("float32", swarm.layout, np.full(60, 100.0, np.float32), known=np.zeros(60, np.float32))[0]
     for number in range(1, 41):
+        swarm.now += SILENCE_MAX_S / OPENED_MAX
         say(LinkOpen(number))
         while (link := node.core._links.held.get("e")) is not None and link.reference.under_way is None:
             swarm.step("a", 0.001 * swarm.rng.normal(size=60))
