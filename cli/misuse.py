@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from peerd.trainer.say import say
 
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
+PEERS = "--peers"
 FAILED_CODE = 1  # of a mistake that typer found, too, where it would say 2: nobody who types it knows which one did
 
 
@@ -24,5 +26,8 @@ def misused(error: Any, typed: str) -> Exception:
         error.exit_code = FAILED_CODE
         own: Exception = error
         return own
+    if (number := re.search(r"extra argument\S* \((\d+)\)$", said)) and error.ctx is not None:
+        counts = [known for known in error.ctx.command.params if PEERS in known.opts]
+        said += f". Did you mean {PEERS} {number[1]}?" if counts else ""
     say(continued(said, f"{path} -h lists what there is"))
     return typer.Exit(FAILED_CODE)

@@ -251,6 +251,8 @@ def test_wrong_arguments(
         (("status", "--name"), "Option '--name' requires an argument; peerd status -h lists"),
         (("demo", "--peers", "0"), "'--peers'"),
         (("demo", "extra"), "extra"),
+        (("simulate", "4"), "(4). Did you mean --peers 4? peerd simulate -h lists"),
+        (("demo", "3"), "(3). Did you mean --peers 3? peerd demo -h lists"),
         (("status", "--format", "yaml"), "'--format'"),
         (("mode", "set"), "peerd mode set -h lists"),
     ],
