@@ -212,8 +212,8 @@ def _print_summary(console: Console, results: list[dict[str, Any]], report: Path
             table.add_row(name, *(Text(columns[run].get(name, "-")) for run in runs))
         console.print(table, highlight=False)
         console.print()
+    _print_line(console, "bold", "replay", "")
     for run in columns:
-        _print_line(console, "bold", "replay", "")
         _print_line(console, "", "", _command([one for one in results if one["run"] == run], console.width))
     if report:
         _print_line(console, "bold", "report", str(report))
@@ -273,7 +273,7 @@ def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
         "seconds_to_target": (f"to {results[0].get('target')}", lambda seconds: f"{seconds:,.1f} s"),
         "bytes_to_target": ("bytes to it", size),
     }
-    rows = {"seeds": f"{len(results)}"}
+    rows = {"seeds": f"{len(results)}", **_faults(results[0])}
     for key, (name, written) in figures.items():
         known = [result[key] for result in results if result.get(key) is not None]
         values = sorted(value for value in known if math.isfinite(value))
@@ -282,6 +282,11 @@ def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
         if "target" in key and "target" in results[0] and len(values) < len(results):
             rows[name] = f"{rows.get(name, '')} reached by {len(values)} of {len(results)}".strip()
     return rows
+
+
+def _faults(result: dict[str, Any]) -> dict[str, str]:
+    """Who names none has some."""
+    return {} if result["faults"] == "none" else {"faults": f"{result['faults']} (see --faults)"}
 
 
 def _summary(result: dict[str, Any]) -> dict[str, str]:
@@ -328,9 +333,10 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
             f"{result['seconds_to_target']:,.1f} s, {size(result['bytes_to_target'])}" if reached else "not reached"
         )
     rows["membership"] = f"{result['probes']:,} probes"
+    rows |= _faults(result)
     rows["false deaths"] = f"{result['false_deaths']}"
     if result["crashes"]:
-        rows["crashes"] = f"{result['crashes']} (99 % of the members knew of {result['crashes_detected']})"
+        rows["crashes"] = f"{result['crashes']} (99 % knew of {result['crashes_detected']})"
     if result["detection_median_s"] is not None:
         rows["known after"] = f"{result['detection_median_s']:.1f} s (median)"
         rows["at most"] = f"{result['detection_p99_s']:.1f} s (p99)"

@@ -233,6 +233,7 @@ def simulate(scenario: Scenario, trace: TextIO | None = None, progress: Progress
     result = {
         "peers": scenario.peers,
         "problem": scenario.problem,
+        "faults": scenario.faults,
         "mode": scenario.mode,
         "run": scenario.label,
         **({"settings": shown_settings(scenario.mode, scenario)} if run.problem is not None else {}),

@@ -132,7 +132,16 @@ def test_the_help_of_a_narrow_terminal_is_whole() -> None:
 def test_how_many_crashes_were_known_is_said_of_the_members() -> None:
     words = ["--peers", "4", "--minutes", "20", "--problem", "members", "--fault-every", "60"]
     shown = CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False).stdout
-    assert re.search(r"^crashes +\d+ \(99 % of the members knew of \d+\)", shown, re.MULTILINE)
+    assert re.search(r"^crashes +\d+ \(99 % knew of \d+\)", shown, re.MULTILINE)
+    assert re.search(r"^faults +crash \(see --faults\) *$", shown, re.MULTILINE), "by default"
+
+
+def test_two_modes_with_crashes_stand_beside_each_other_in_80_columns() -> None:
+    words = ["simulate", "--peers", "4", "--steps", "60", "--mode", "gossip,allreduce"]
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, words, catch_exceptions=False).stdout
+    assert re.search(r"^ +gossip +allreduce *$", shown, re.MULTILINE)
+    assert re.search(r"^crashes +\d+ +\d+ *$", shown, re.MULTILINE)
+    assert re.search(r"^faults +crash +crash *$", shown, re.MULTILINE)
 
 
 def test_people_get_a_summary() -> None:
@@ -155,12 +164,13 @@ def test_a_summary_fits_a_narrow_terminal_and_its_commands_can_be_copied(modes: 
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     assert "..." not in shown
-    commands = [one.split("\nreplay\n")[0] for one in f"\n{shown}".split("\nreplay\n")[1:]]
+    (_, again) = f"\n{shown}".split("\nreplay\n")
+    commands = again.replace("\\\n", "").splitlines()
     assert len(commands) == modes.count(",") + 1
     for command, mode in zip(commands, modes.split(","), strict=True):
-        program, verb, *again = shlex.split(command.replace("\\\n", ""))
+        program, verb, *said = shlex.split(command)
         assert (program, verb) == ("peerd", "simulate")
-        runs = simulate(*again)
+        runs = simulate(*said)
         ran = runs.get("runs", [runs])
         assert {run["run"] for run in ran} == {mode}
         assert [run["seed"] for run in ran] == ([7] if len(ran) == 1 else [0, 1, 2])
