@@ -16,6 +16,7 @@ from peerd.training.modes import MODES
 from peerd.transport.errors import UserError
 
 NODE, SWARM, NETWORK = "This node", "The swarm", "Network"  # of what --help shows together
+_SPELT = [f"{name}[:{mode.ARGUMENT.split()[0]}]" if mode.ARGUMENT else name for name, mode in MODES.items()]
 COMMAND, CONTEXT = ScriptStarter, {"ignore_unknown_options": True, "allow_extra_args": False}
 
 
@@ -74,7 +75,7 @@ def start(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help=f"how models are combined: {', '.join(MODES)} (default: gossip)", rich_help_panel=MODE),
+        typer.Option(help=f"how models are combined: {', '.join(_SPELT)} (default: gossip)", rich_help_panel=MODE),
     ] = None,
     told: dict[str, Any],
     wait_for: Annotated[

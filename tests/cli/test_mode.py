@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from machine import Machine
 from scripts import TRAIN
+from typer.testing import CliRunner
 
 from peerd.cli.average import average
+from peerd.cli.main import app
 from peerd.cli.mode import _late, set_mode, show
 from peerd.cli.output import Format
 from peerd.cli.start import start
@@ -51,6 +53,12 @@ def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
     for command in (set_mode, start):
         assert [option for option in kept if option not in str(command.__doc__)] == []
     assert "peerd mode set changes" in " ".join(str(start.__doc__).split())
+
+
+def test_help_says_what_may_follow_a_mode() -> None:
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["start", "--help"]).stdout
+    for spelt in ("gossip, ", "elastic[:BETA]", "diloco[:P]", "hardsync[:batch=B]", "softsync[:N[:RATE]]"):
+        assert spelt in shown
 
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
