@@ -12,7 +12,7 @@ def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     """Show a node's id, the SHA-256 of its key (FINGERPRINT, which begins with the id), address and settings.
 
     \b
-    encrypted       connections are, and each end has proved who it is
+    sealed          connections are encrypted, and each end has proved who it is
     issuers         the members that make tokens: ask one of them for peerd token
     epoch           how often this node has been started
     mode_in_force   what the swarm does now; the settings below it are as started
@@ -23,5 +23,4 @@ def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         return
     settings = answer.pop("settings")
     for key, value in {**answer, **settings}.items():
-        label = "encrypted" if key == "sealed" else key
-        typer.echo(f"{label:<20} {', '.join(value) if isinstance(value, list) else value}")
+        typer.echo(f"{key:<20} {', '.join(value) if isinstance(value, list) else value}")

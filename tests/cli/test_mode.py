@@ -97,7 +97,9 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     assert lines[2:] == ["in force on a, b, c"]
     c.eventually(lambda: c.ask("status")["counts"].get("rounds", 0) > 3)
     assert "mode: allreduce" in machine.peerd("status", "--name", "c").stdout
-    assert "mode_in_force        allreduce" in machine.peerd("info", "--name", "c").stdout
+    about = machine.peerd("info", "--name", "c").stdout
+    assert "mode_in_force        allreduce" in about
+    assert "sealed               True" in about, "as the JSON calls it"
 
     def shows() -> str:
         return machine.peerd("mode", "show", "--name", "a").stdout.splitlines()[1]
