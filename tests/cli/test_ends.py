@@ -496,6 +496,7 @@ def test_what_a_script_may_not_do_ends_it_and_says_so(machine: Machine) -> None:
     limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
     node = machine.start("x")
     eventually(node.socket.exists)
+    node.says("one that you start on this machine trains with this node (PEERD_NAME=x python train.py)")
     hand = machine.spawn("hand", [str(machine.script("train.py", HEAD + PLAIN + limited + COUNTED))], PEERD_NAME="x")
     assert hand.end() == 1
     hand.says("peerd: the model cannot be shared with the daemon: File too large")
