@@ -161,6 +161,7 @@ class Verbs:
         membership, links = node.view.membership, mode.links() if mode else []
         states = [member.state for member in self._who_came().values()]
         names = {id: member.name for id, member in members.items()}
+        left = {id for id, member in members.items() if member.state is State.LEFT}  # a round's members, until the next
         counts = {
             **membership.counts,
             **(mode.counts if mode else {}),
@@ -192,7 +193,9 @@ class Verbs:
             "trainer": _trainer(model.status) if model.status else None,
             "trainer_restarts": max(0, model.attaches - 1),
             "crash": node.crash(),
-            "links": [{**asdict(link), "peer": names.get(link.peer, link.peer)} for link in links],
+            "links": [
+                {**asdict(link), "peer": names.get(link.peer, link.peer)} for link in links if link.peer not in left
+            ],
             "carriers": sorted({carrier for member in members.values() if (carrier := self._carrier_of(member))}),
             "consensus_distance": _distance(mode, links) if mode else None,
             "refused": {names.get(id, id): seconds for id, seconds in self._refused().items()},

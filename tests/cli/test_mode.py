@@ -145,6 +145,17 @@ def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
     assert "Traceback" not in machine.logs()
 
 
+def test_who_has_left_is_no_partner_of_the_rounds_that_wait_for_another(machine: Machine) -> None:
+    script = machine.script("train.py", TRAIN)
+    rounds = "--mode", "diloco", "--every", "5", "--min-peers", "2"
+    a = machine.start("a", script, *rounds)
+    machine.start("b", script, *rounds, join=a, SEED="1")
+    a.eventually(lambda: [link["peer"] for link in a.ask("status")["links"]] == ["b"])
+    assert machine.peerd("leave", "--name", "b").returncode == 0
+    a.sees(b="left")
+    assert a.ask("status")["links"] == []
+
+
 def test_nodes_that_were_all_killed_come_back_in_the_mode_that_was_set(machine: Machine) -> None:
     script = machine.script("train.py", TRAIN)
     a = machine.start("a", script)
