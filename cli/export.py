@@ -20,11 +20,14 @@ def export(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="a .safetensors file to write")],
     name: NameOption = None,
     complete: Annotated[bool, typer.Option("--complete", help=COMPLETE_HELP)] = False,
+    force: Annotated[bool, typer.Option("--force", help="in place of a file that is there")] = False,
     format: FormatOption = Format.TEXT,
 ) -> None:
     """Write the model that the node holds now: trainable parameters and float buffers, by name."""
     if path.suffix != ".safetensors":
         raise UserError(f"export {path}: the file is written as safetensors; end its name in .safetensors")
+    if path.is_file() and not force:
+        raise UserError(f"export {path}: there is such a file already; --force puts this one in its place")
     node = find_node(name)
     answer = _complete(node, path.absolute()) if complete else request(node, "export", path=str(path.absolute()))
     if format is Format.JSON:

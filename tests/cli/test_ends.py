@@ -61,7 +61,7 @@ def comes_to(node: Node, *phases: str) -> None:
 
 def exported(node: Node, *options: str) -> dict[str, torch.Tensor]:
     """The node's model, as its user gets it."""
-    done = node.machine.peerd("export", "--name", node.name, "model.safetensors", *options)
+    done = node.machine.peerd("export", "--name", node.name, "model.safetensors", "--force", *options)
     assert done.returncode == 0, done.stderr
     return load_file(node.machine.path / "model.safetensors")
 

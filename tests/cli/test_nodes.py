@@ -100,6 +100,9 @@ def test_the_life_of_a_swarm(machine: Machine) -> None:
     assert d.ask("status")["phase"] == "no trainer"
     exported = machine.peerd("export", "--name", "a", "m.safetensors")
     assert exported.returncode == 0, exported.stderr
+    there = "peerd: export m.safetensors: there is such a file already; --force puts this one in its place\n"
+    assert machine.peerd("export", "--name", "a", "m.safetensors").stderr == there
+    assert machine.peerd("export", "--name", "a", "m.safetensors", "--force").returncode == 0
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     model.load_state_dict(load_file(machine.path / "m.safetensors"))
     x = torch.randn(64, 4)
