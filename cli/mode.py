@@ -108,7 +108,8 @@ def _wait(path: Path, plan: dict[str, Any], began: float) -> dict[str, Any]:
             raise UserError(f"plan {plan['plan']} is set, but not everywhere after {PATIENCE_S:.0f} s{_without(late)}")
         if time.monotonic() - told > TELL_EVERY_S:
             told = time.monotonic()
-            echo(f"{len(answer['members']) - len(late)} of {len(answer['members'])}{_without(late)}", err=True)
+            has = f"{len(answer['members']) - len(late)} of {_members(answer)}"
+            echo(f"plan {plan['plan']} is set, and in force on {has}{_without(late)}", err=True)
         time.sleep(LOOK_S)
 
 

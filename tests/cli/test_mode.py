@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from peerd.cli.average import average
 from peerd.cli.main import app
-from peerd.cli.mode import _late, set_mode, show
+from peerd.cli.mode import _late, _wait, set_mode, show
 from peerd.cli.output import Format
 from peerd.cli.start import start
 from peerd.training.mode_settings import OPTIONS, PLANNED
@@ -45,6 +46,18 @@ def test_a_swarm_of_one_has_one_member(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 member"
     set_mode(mode="gossip", format=Format.TEXT, **dict.fromkeys(PLANNED))
     assert capsys.readouterr().out.startswith("plan 1: mode gossip; 1 member, ")
+
+
+def test_who_waits_for_a_mode_hears_what_for_and_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, before = {"plan": 1, "author": "a"}, {"plan": 0, "author": ""}
+    members = [{"name": "a", **mine}, {"name": "b", **before}, {"name": "c", **mine}]
+    answers = [{**mine, "members": members}] * 2 + [{**mine, "members": members[:1]}]
+    monkeypatch.setattr("peerd.cli.mode.request", lambda *_: answers.pop(0))
+    monkeypatch.setattr("peerd.cli.mode.TELL_EVERY_S", -1.0)
+    _wait(Path("a.sock"), mine, time.monotonic())
+    assert capsys.readouterr().err == 2 * "plan 1 is set, and in force on 2 of 3 members; not yet b\n"
 
 
 def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
