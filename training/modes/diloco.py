@@ -6,6 +6,10 @@ A round with a member that was away or is new, and the first one unless all have
 whole models instead and begins the momentum anew: only then do all have the same again. A round comes every 50 steps
 unless `every` says otherwise.
 
+Where a mean turns against the momentum, that begins anew: the sevenfold progress that it makes of a lasting one has
+gone too far then, and a run of few rounds would end there (adaptive restart: O'Donoghue and Candes 2015,
+arXiv:1204.3982).
+
 Float buffers take the mean of the contributions: they have no gradient, and momentum would make variances negative.
 
 `diloco:P` streams (Douillard et al. 2025, arXiv:2501.18512): the model is cut into P fragments, and a round comes P
@@ -92,6 +96,9 @@ class DiLoCo(AllReduce):
         if self._momentum is None:
             self._momentum = np.zeros_like(self._agreed)
         agreed, momentum = self._agreed[where], self._momentum[where]
+        if _turns_back(mean, momentum, self._layout.parameters - where.start):
+            momentum[:] = 0.0
+            self.counts["momentum_restarts"] += 1
         for part in parts(len(mean)):  # so that no array of a step on the way is as large as a model
             gradient = np.negative(mean[part])
             momentum[part] *= self._mu
@@ -101,3 +108,14 @@ class DiLoCo(AllReduce):
             stepped[buffers] = mean[part][buffers] + agreed[part][buffers]
             mean[part] = stepped
         return mean
+
+
+def _turns_back(progress: Vector, momentum: Vector, parameters: int) -> bool:
+    """Whether the members go back where the momentum, which points against their progress so far, has carried them.
+
+    All must find the same: the sum is one addition after the other, which no machine and no library does otherwise.
+    """
+    ahead = 0.0
+    for part in parts(max(0, min(parameters, len(progress)))):
+        ahead += float(np.cumsum(np.multiply(progress[part], momentum[part], dtype=np.float64))[-1])
+    return ahead > 0.0
