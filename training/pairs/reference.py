@@ -43,6 +43,7 @@ from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 
 KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
 
+STANDS = 1 / 32  # of the way that an exchange goes without bounds: less is no progress
 NOTHING_SAID = Work()
 
 Result = TypeVar("Result")
@@ -89,6 +90,21 @@ def share_of(ours: Delta, theirs: Delta) -> float:
     if ours.finishing or theirs.finishing:
         return 1.0
     return share_of_pair(Work(ours.samples, ours.steps_s), Work(theirs.samples, theirs.steps_s))
+
+
+def _scale(ours: Delta, theirs: Delta, distances: Norms, their_limits: Norms) -> Norms:
+    """What each tensor of theirs - mine is multiplied by at our end, for our correction.
+
+    Where both runs have ended and the other hardly may be moved any more, our end goes as far as it may itself: so one
+    that its partners have left behind comes to them, where the mean of the two would hold it away.
+    """
+    gain, own = min(ours.gain, theirs.gain), unpacked(ours.limits, len(distances))
+    scale = factors(gain, distances, np.minimum(own, their_limits))
+    if ours.finishing and theirs.finishing:
+        moved, least = scale * distances, STANDS * gain * distances
+        if moved.dot(moved) < least.dot(least):
+            scale = factors(gain, distances, own)
+    return share_of(ours, theirs) * scale
 
 
 class PairedReference:
@@ -204,13 +220,11 @@ class PairedReference:
     def _complete(self, theirs: Delta, theirs_next: Vector, limits: Norms) -> Exchanged:
         """Move both references, and make `theirs_next` the correction."""
         assert self.under_way is not None, "an exchange has two halves"
-        gain = min(theirs.gain, self.under_way.gain)
         self._torn = True
         each_piece = partial(self._each_piece, self.under_way)
         self.distances = self._tensors.move(self.mine, each_piece, self.theirs, theirs_next)
         self._torn = False
-        share = share_of(self.under_way, theirs)
-        scale = share * factors(gain, self.distances, unpacked(self.under_way.limits, len(self._tensors)), limits)
+        scale = _scale(self.under_way, theirs, self.distances, limits)
         self._tensors.scale(theirs_next, scale)
         self.version += 1
         self.answered = self.under_way
@@ -288,8 +302,7 @@ class Unfinished:
             theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, value_max, corrects=True
         )
         distances = tensors.norms(correction)
-        gain, ours = min(theirs.gain, self.under_way.gain), unpacked(self.under_way.limits, len(tensors))
-        scale = share_of(self.under_way, theirs) * factors(gain, distances, ours, limits)
+        scale = _scale(self.under_way, theirs, distances, limits)
         tensors.scale(correction, scale)
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None

@@ -6,7 +6,8 @@ Both ends of an exchange scale its correction of a tensor by the same factor, so
 
 Each end states its limits beside its half. References move by the full halves: what is held back stays in theirs - mine
 and comes with a later exchange. (With limits of each end's own, as in ClippedGossip (He, Karimireddy, Jaggi 2022,
-arXiv:2202.01545), an honest pair breaks the mean.)
+arXiv:2202.01545), an honest pair breaks the mean: so it is only where both runs have ended, for one that is left behind
+by the others.)
 
 A limit is an allowance of the peer. It grows with what this node's own steps move the tensor, corrections left out: a
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
@@ -118,13 +119,14 @@ def unpacked(said: bytes, count: int) -> Norms:
     return limits
 
 
-def factors(gain: float, distances: Norms, ours: Norms, theirs: Norms) -> Norms:
+def factors(gain: float, distances: Norms, limits: Norms) -> Norms:
     """What each tensor of theirs - mine is multiplied by, the gain included.
 
-    The same bits on both ends; if only one of them has compiled kernels, the same to 1e-6.
+    Of the same limits the same bits on both ends; if only one of them has compiled kernels, the same to 1e-6.
     """
-    wanted, limits = (gain * distances).tolist(), np.minimum(ours, theirs).tolist()
-    return gain * np.array([min(1.0, most / far) if far > 0 else 1.0 for most, far in zip(limits, wanted, strict=True)])
+    wanted = (gain * distances).tolist()
+    most = limits.tolist()
+    return gain * np.array([min(1.0, limit / far) if far > 0 else 1.0 for limit, far in zip(most, wanted, strict=True)])
 
 
 @dataclass(slots=True, eq=False)

@@ -469,9 +469,9 @@ def test_what_comes_of_one_who_trains_on_is_told_when_it_ends(seed: int, steps: 
     assert versions == after, "who waits says nothing to others who wait"
     swarm.step("d", finishing=True)
     swarm.quiesce()
-    assert swarm.drift() < 1e-12
+    assert robust or swarm.drift() < 1e-12, "who has gone further than it may move the others comes to them"
     assert all(node.proceeded[-1] for node in swarm.nodes.values())
-    assert robust or swarm.spread() < 0.02
+    assert swarm.spread() < (0.2 if robust else 0.02)
 
 
 def test_while_one_trains_on_those_who_have_ended_agree_loosely() -> None:

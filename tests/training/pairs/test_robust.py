@@ -17,7 +17,7 @@ from peerd.training.flush import CLOSER
 from peerd.training.pairs import graylist as graylists
 from peerd.training.pairs import robust
 from peerd.training.pairs.graylist import FAR_MAX, WEIGHT_MAX, Graylist
-from peerd.training.pairs.reference import ExchangeHalf, PairedReference
+from peerd.training.pairs.reference import STANDS, ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     FLUSH,
@@ -43,9 +43,9 @@ finite = st.floats(-(2.0**40), 2.0**40, width=32)
 some_limits = st.one_of(st.none(), st.lists(st.floats(0, 1e6, width=32), min_size=COUNT, max_size=COUNT))
 
 
-def half(codec: str, limits: list[float] | None) -> ExchangeHalf:
+def half(codec: str, limits: list[float] | None, *, finishing: bool = False) -> ExchangeHalf:
     gain = Gain()
-    return ExchangeHalf(codec, gain, 0.5, finishing=False, limits=b"" if limits is None else packed(np.array(limits)))
+    return ExchangeHalf(codec, gain, 0.5, finishing, b"" if limits is None else packed(np.array(limits)))
 
 
 @settings(deadline=None)
@@ -74,6 +74,35 @@ def test_no_half_moves_a_tensor_further_than_either_limit_and_both_ends_move_ali
     back = there.receive(answer, hostile, half(other, theirs)).exchanged
     assert back is not None
     np.testing.assert_array_equal(back.correction + 0.0, 0.0 - got.correction)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(finite, finite), min_size=14, max_size=14),
+    some_limits,
+    st.sampled_from([0.0, 1e-3, 0.5, 0.9, 1.0]),
+    st.tuples(st.booleans(), st.booleans()),
+)
+def test_at_the_end_of_both_runs_an_end_goes_alone_where_the_other_hardly_may(
+    values: list[tuple[float, float]], mine: list[float] | None, theirs: float, ends: tuple[bool, bool]
+) -> None:
+    ours, others = (np.array(one, np.float32) for one in zip(*values, strict=True))
+    here, there = (PairedReference(1, np.zeros(14, np.float32), LAYOUT, Scratch()) for _ in range(2))
+    allowed = (theirs * 0.5 * tensors_of(LAYOUT).norms(others - ours)).astype(np.float32).clip(0, 1e30).tolist()
+    said = there.begin(others, half("float32", allowed, finishing=ends[0]))
+    got = here.receive(said, ours, half("float32", mine, finishing=ends[1])).exchanged
+    assert got is not None
+    assert here.answered is not None
+    gain = min(said.gain, here.answered.gain)
+    back = there.receive(here.answered, others, half("float32", allowed)).exchanged
+    assert back is not None
+    limits = np.full(COUNT, np.inf) if mine is None else np.array(mine, np.float32)
+    if all(ends) and np.linalg.norm(got.moved) > np.linalg.norm(back.moved) * (1 + 1e-4):
+        assert np.linalg.norm(back.moved) < gain * STANDS * np.linalg.norm(got.distances) * (1 + 1e-4) + 1e-30
+        np.testing.assert_allclose(got.moved, np.minimum(limits, gain * got.distances), rtol=1e-4, atol=1e-30)
+    else:
+        assert not (all(ends) and theirs == 0.0 and mine is None and got.distances.any())
+        np.testing.assert_allclose(back.correction, 0.0 - got.correction, rtol=1e-4, atol=1e-30)
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 80), max_size=400))
@@ -118,7 +147,7 @@ def test_limits_that_are_none_are_refused(bad: float) -> None:
 
 def test_what_has_no_distance_is_left_as_it_is() -> None:
     zero = np.zeros(2)
-    np.testing.assert_array_equal(factors(0.5, zero, zero, zero), [0.5, 0.5])
+    np.testing.assert_array_equal(factors(0.5, zero, zero), [0.5, 0.5])
 
 
 ONE = Layout(3, 3)
