@@ -276,7 +276,6 @@ class Gossip(PartneredMode[PairLink]):
             return not_finite(self.counts)
         self._policy.began_step = self._report.step
         link.began_at = link.sent_at = now
-        self._links.owes(link.peer, now)
         link.last_reason = reason
         return [Send(link.peer, message)]
 

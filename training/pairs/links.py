@@ -200,7 +200,7 @@ class PairLinks:
         self._lacking_since = float("inf")  # or since those who declined were last asked again
         self._made_place_at: float | None = None  # for one that was turned away, or when the first peers came
         self._turned_away: NodeId | None = None
-        self._owes: dict[NodeId, float] = {}  # since when each has left a half of ours unanswered
+        self._unanswered: Counter[NodeId] = Counter()  # times that each was reminded of a half that it owes, in vain
         self._in_vain = 0  # times that one was given up for that, since an exchange was complete
         self._began: dict[NodeId, list[float]] = {}  # when links with each did, of late
         self.graylist = Graylist()
@@ -271,7 +271,8 @@ class PairLinks:
                 self.returned(peer)
             effects += self.repeat(peer, now)
         self._declined &= alive
-        self._owes = {peer: since for peer, since in self._owes.items() if peer in alive and peer not in came}
+        for peer in self._unanswered.keys() - (alive - set(came)):
+            del self._unanswered[peer]
         self._began = {peer: began for peer, began in self._began.items() if now - began[-1] < SILENCE_MAX_S}
         self._make_room()
         return effects + self.fill_view(now)
@@ -289,30 +290,34 @@ class PairLinks:
                 self._counts["repeats"] += 1
                 if peer in self.opening:
                     self._reminded[peer] += 1
+                self._unanswered[peer] += self._owes_half(peer)
                 effects += self.repeat(peer, now)
         self._declined.clear()
         self._lacking_since = float("inf")
         return effects + self._give_up_silent(now) + self.fill_view(now)
 
-    def owes(self, peer: NodeId, now: float) -> None:
-        """A half of ours goes to it."""
-        self._owes.setdefault(peer, now)
-
     def answered(self, peer: NodeId) -> None:
         """An exchange with it is complete."""
-        self._owes.pop(peer, None)
+        del self._unanswered[peer]
         self._in_vain = 0
+
+    def _owes_half(self, peer: NodeId) -> bool:
+        """Be it of a link that has ended. Who has begun anew, or cannot give one, owes none."""
+        link = self.held.get(peer)
+        if link is not None and link.reference.under_way is not None:
+            return True
+        return any(one.peer == peer and one.unfinished.under_way is not None for one in self.remnants.values())
 
     def _give_up_silent(self, now: float) -> list[Effect]:
         """Who lives, and never answers, has no place that others could have: such links are never idle, so a few that
         lie would come to have all places. What is under way with it ends as with any link."""
         effects: list[Effect] = []
-        limit_s = REMINDERS * SILENCE_MAX_S * 2.0 ** min(self._in_vain, SILENT_DOUBLINGS_MAX)
-        for peer, since in sorted(self._owes.items()):
-            if self.opens and now - since >= limit_s and self._strangers(now):
+        limit = REMINDERS << min(self._in_vain, SILENT_DOUBLINGS_MAX)
+        for peer in sorted(peer for peer, times in self._unanswered.items() if times >= limit):
+            if self.opens and peer in self.held and self._strangers(now):
                 self._counts["partners_silent"] += 1
                 self._in_vain += 1
-                del self._owes[peer]
+                del self._unanswered[peer]
                 self.graylist.refuse(peer, now)
                 self._give_up(peer)
                 effects += self.end(peer, now)

@@ -892,6 +892,30 @@ def test_who_answers_no_exchange_loses_its_place_though_it_opens_another_link() 
     assert not any(node.core.graylist.refuses(peer, swarm.now) for peer in "bc")
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_who_has_begun_anew_within_an_exchange_owes_no_half_and_is_left_alone_by_nobody(seed: int) -> None:
+    """Its script is started again before anybody misses it, and others are the partners then."""
+    swarm = GossipSwarm(6, 10, "float32", view=1, seed=seed)
+    swarm.everyone_alive()
+    swarm.settle()
+    core = swarm.nodes["a"].core
+    partner = min(core.references())
+    while (reference := core.references()[partner]).under_way is None:
+        swarm.settle()
+        swarm.step("a", swarm.rng.normal(size=10))
+    assert reference.under_way is not None
+    swarm.restart(partner, swarm.nodes["a"].x)
+    swarm.settle()
+    for _ in range(REMINDERS + 2):
+        for name in swarm.nodes:
+            swarm.step(name, swarm.rng.normal(size=10))
+        swarm.settle()
+        swarm.pass_time(SILENCE_MAX_S + WAKE_AFTER_S)
+        swarm.settle()
+    assert not any(node.core.graylist.refuses(partner, swarm.now) for node in swarm.nodes.values())
+    assert not any(node.core.counts["partners_silent"] for node in swarm.nodes.values())
+
+
 @pytest.mark.parametrize("together", [1, 20])
 def test_a_half_that_comes_after_its_links_end_moves_the_model_by_what_is_allowed_and_no_further(together: int) -> None:
     """Who ends each link while our half is under way, and gives its own then, has no allowance for each."""
