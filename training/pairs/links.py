@@ -309,19 +309,33 @@ class PairLinks:
         return any(one.peer == peer and one.unfinished.under_way is not None for one in self.remnants.values())
 
     def _give_up_silent(self, now: float) -> list[Effect]:
-        """Who lives, and never answers, has no place that others could have: such links are never idle, so a few that
-        lie would come to have all places. What is under way with it ends as with any link."""
+        """Who lives, and never answers, has no place that others need: such links are never idle, so a few that lie
+        would come to have all places. It is kept while there is room for others beside it: its line may be thin, and a
+        link that ends there has cost a model for nothing. What is under way with it ends as with any link."""
         effects: list[Effect] = []
-        limit = REMINDERS << min(self._in_vain, SILENT_DOUBLINGS_MAX)
-        for peer in sorted(peer for peer, times in self._unanswered.items() if times >= limit):
-            if self.opens and peer in self.held and self._strangers(now):
-                self._counts["partners_silent"] += 1
-                self._in_vain += 1
-                del self._unanswered[peer]
-                self.graylist.refuse(peer, now)
-                self._give_up(peer)
-                effects += self.end(peer, now)
+        silent = sorted(self._silent(), key=lambda link: (-self._unanswered[link.peer], link.peer))
+        while silent and self._strangers(now):
+            if self._places_taken() + max(1, self._lacking()) <= self._room.active:
+                break
+            peer = silent.pop(0).peer
+            self._counts["partners_silent"] += 1
+            self._in_vain += 1
+            del self._unanswered[peer]
+            self.graylist.refuse(peer, now)
+            self._give_up(peer)
+            effects += self.end(peer, now)
         return effects
+
+    def _silent(self) -> list[PairLink]:
+        """Those that have not answered for so long that they are no partners."""
+        if not self.opens or not self._unanswered:
+            return []
+        limit = REMINDERS << min(self._in_vain, SILENT_DOUBLINGS_MAX)
+        return [link for link in self.live() if self._unanswered[link.peer] >= limit]
+
+    def _lacking(self) -> int:
+        """How many partners there are too few."""
+        return self._wanted() - self._places_taken() + len(self._silent())
 
     def on_open(self, sender: NodeId, message: LinkOpen, now: float) -> list[Effect]:
         """Give the peer a link that starts from our model, or decline. Raises NotFinite: then nothing has changed."""
@@ -449,7 +463,8 @@ class PairLinks:
 
     def fill_view(self, now: float) -> list[Effect]:
         """Ask strangers for links while there are fewer than wanted."""
-        lacking, first = self._wanted() - self._places_taken(), None
+        free = self._room.active - self._places_taken() if self.opens else 0
+        lacking, first = min(self._lacking(), free), None
         if self._turned_away is not None and self.opens and self._places_taken() < self._room.active:
             first, self._turned_away = self._turned_away, None
         if lacking <= 0 and first is None:

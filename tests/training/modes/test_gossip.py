@@ -892,6 +892,27 @@ def test_who_answers_no_exchange_loses_its_place_though_it_opens_another_link() 
     assert not any(node.core.graylist.refuses(peer, swarm.now) for peer in "bc")
 
 
+def test_who_takes_long_to_answer_is_kept_while_there_is_room_for_others_beside_it() -> None:
+    """Its line may be thin, and a new link would cost it a model more."""
+    swarm = WithSilent(5, 10, "float32", view=2)
+    swarm.everyone_alive()
+    swarm.settle()
+    core = swarm.nodes["a"].core
+    swarm.perform("a", core.on_message("e", LinkOpen(1), swarm.now))
+    for number in range(2 * REMINDERS):
+        for name in "abcd":
+            swarm.step(name, swarm.rng.normal(size=10))
+        swarm.pass_time(SILENCE_MAX_S + WAKE_AFTER_S)
+        swarm.settle()
+        if number == REMINDERS // 2:
+            for peer in "bcd":  # it has this one alone
+                swarm.perform("a", core.end_link(peer, swarm.now))
+    assert core.references()["e"].under_way is not None
+    assert len(core.references()) > 2
+    assert not core.graylist.refuses("e", swarm.now)
+    assert not core.counts["partners_silent"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_who_has_begun_anew_within_an_exchange_owes_no_half_and_is_left_alone_by_nobody(seed: int) -> None:
     """Its script is started again before anybody misses it, and others are the partners then."""
