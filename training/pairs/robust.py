@@ -16,8 +16,8 @@ together have so a multiple of the node's own way, by tensor, whatever they say;
 spent on one bias. From a peer whose tensor is further away than FAR times the median of the others', less is taken the
 further it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has
 next to no say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual
-between it and its peers, and once again when its own run ends: not each time that it says so. Between fewer than four
-members nobody can say who is the odd one out, and a run that ends has no bounds.
+between it and its peers, and once again when its own run ends, as often as those of most others: not each time that it
+says so. Between fewer than four members nobody can say who is the odd one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class Allowance:
     distances: Norms | None = None  # at the last exchange of the training
     usual: Norms | None = None  # the same, a running mean: two exchanges may follow closely
     granted: bool = False  # what a run that ends allows
-    has_ended: bool = False  # since then: it has been granted that for its own end, too
+    ends: int = 0  # of its own runs, since then
+    granted_ends: int = 0  # for so many of them it has been granted that again
     met_at: int = 0  # the number of the exchange, of those with all peers, that `distances` are of
     compared_at: int = 0  # and of the last one when these were last compared with the others'
 
@@ -243,10 +244,19 @@ class Allowances:
             self._grant(one, peer, peers)
 
     def peer_ended(self, peer: NodeId, peers: Collection[NodeId]) -> None:
-        """Its run has ended, too: now the two are to agree. That is so once, though it say that it has begun anew."""
-        if self._ended and (one := self._peers.get(peer)) is not None and not one.has_ended:
-            one.has_ended = True
-            self._grant(one, peer, peers)
+        """Its run has ended, too: now the two are to agree. That is so once, and again with most others' next runs: not
+        each time that one says that it has begun anew."""
+        if not self._ended or (one := self._peers.get(peer)) is None:
+            return
+        one.ends += 1
+        for id in peers:
+            if (each := self._peers.get(id)) is None or each.granted_ends >= each.ends:
+                continue
+            others = sorted(other.ends for of in peers if of != id and (other := self._peers.get(of)) is not None)
+            usual = others[(len(others) - 1) // 2] if others else 0
+            if each.granted_ends < max(1, usual):
+                each.granted_ends += 1
+                self._grant(each, id, peers)
 
     def heard(self, peer: NodeId, limits: Norms) -> None:
         """What the peer says of its own; of no concern here."""
@@ -255,7 +265,7 @@ class Allowances:
         """Steps are made again: what the end of a run allowed is no longer."""
         self._ended = False
         for one in self._peers.values():
-            one.granted = one.has_ended = False
+            one.granted, one.ends, one.granted_ends = False, 0, 0
             np.minimum(one.left, one.refilled, out=one.left)
 
     def keep(self, peers: frozenset[NodeId]) -> None:

@@ -336,6 +336,22 @@ def test_who_says_again_and_again_that_its_run_ends_moves_one_that_has_ended_twi
     assert float(allowances.limits("z", "abcz")[0]) > 1.0
 
 
+def test_who_stands_after_its_run_is_moved_again_by_each_run_that_most_others_end() -> None:
+    """Of a notebook whose loop is over, say: it agrees with those who train on each time that they end."""
+    allowances = Allowances(ONE)
+    near(allowances, np.zeros(3), 3, 1.0)
+    allowances.end_run("abc")
+    for run in range(4):
+        for number, peer in enumerate("abc"):
+            allowances.peer_ended(peer, "abc")
+            if run and number == 0:
+                assert not float(allowances.limits(peer, "abc")[0])
+        for peer in "abc":
+            limit = allowances.limits(peer, "abc")
+            assert float(limit[0]) == pytest.approx(FLUSH)
+            allowances.spent(peer, limit, np.array([1.0]))
+
+
 def test_any_number_of_peers_has_allowances_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(robust, "PEERS_MAX", 5)
     allowances = Allowances(ONE)
