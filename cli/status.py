@@ -209,11 +209,11 @@ def _members(answer: dict[str, Any]) -> str:
 
 def _out_of_reach(answer: dict[str, Any]) -> list[str]:
     """Why others cannot reach the node at its address, where they cannot."""
-    from peerd.process.own_address import cure_of, cure_of_unreached
+    from peerd.process.own_address import cure_of, cure_of_astray
 
     if answer["address_gone"]:
         return [cure_of(answer["address_gone"])]
-    return [cure_of_unreached(answer["address_unreached"])] if answer["address_unreached"] else []
+    return [cure_of_astray(answer["address_unreached"])] if answer["address_unreached"] else []
 
 
 def _unit(answer: dict[str, Any]) -> str:

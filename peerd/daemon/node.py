@@ -104,7 +104,7 @@ class Daemon:
         self.crash: Callable[[], str] = lambda: ""  # of the script that this node keeps running: how it died last
         self.began = trio.current_time()
         self.bound = bound
-        self.own_address = OwnAddress(bound[0], lambda: (self.me.host, self.me.port), self._is_unreached)
+        self.own_address = OwnAddress(bound[0], lambda: (self.me.host, self.me.port), self._is_asked_by_nobody)
         self._kept = kept
         self.guest: Guest | None = None
         self.lender = Lender(settings.lent_ports, bound[0], me.host, budget)
@@ -205,8 +205,8 @@ class Daemon:
         """All that it knows of, itself too."""
         return dict(self.view.membership.members)
 
-    def _is_unreached(self) -> bool:
-        return self.guest is None and self.view.membership.is_unreached
+    def _is_asked_by_nobody(self) -> bool:
+        return self.guest is None and self.view.membership.is_asked_by_nobody
 
     def _said_to_live(self) -> dict[NodeId, Member]:
         return self.members() | self.view.membership.hearsay

@@ -203,7 +203,7 @@ class Verbs:
             "bytes_sent": node.peers.bytes_sent + node.datagrams.bytes_sent,
             "bytes_received": node.peers.bytes_received + node.datagrams.bytes_received,
             "address_gone": node.own_address.gone,
-            "address_unreached": node.own_address.unreached,
+            "address_unreached": node.own_address.astray,
             "budget_bytes_s": node.budget.rate if node.budget else None,
             "budget_waited_s": node.budget.waited_s if node.budget else 0.0,
             "relay_lost_s": trio.current_time() - lost if node.guest and (lost := node.guest.lost_at) else None,

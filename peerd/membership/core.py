@@ -126,9 +126,9 @@ class Membership:
         return self._prober.awareness
 
     @property
-    def is_unreached(self) -> bool:
+    def is_asked_by_nobody(self) -> bool:
         """Whether members answer our datagrams, and none of theirs comes to where we say that we are."""
-        return self._prober.is_unreached
+        return self._prober.is_asked_by_nobody
 
     @property
     def left_spread(self) -> bool:

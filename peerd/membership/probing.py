@@ -142,7 +142,7 @@ class Prober:
             self._next = min(self._next, now)
 
     @property
-    def is_unreached(self) -> bool:
+    def is_asked_by_nobody(self) -> bool:
         """Whether members answer, and none comes to ask, though one took us for dead: that asked us in vain."""
         return self._is_accused and self._unpinged > UNPINGED_ROUNDS * (self._timing.awareness_max + 1)
 

@@ -21,13 +21,13 @@ LOOK_EVERY_S = 5.0
 class OwnAddress:
     """Of a node that is bound to `host`."""
 
-    def __init__(self, host: str, told: Callable[[], Address], is_unreached: Callable[[], bool]) -> None:
-        """`told` is the address that the others know, and `is_unreached` whether nothing comes from them to there."""
+    def __init__(self, host: str, told: Callable[[], Address], is_asked_by_nobody: Callable[[], bool]) -> None:
+        """`told` is the address that the others know; `is_asked_by_nobody`: nothing comes from them to there."""
         self._host = host
         self._told = told
-        self._is_unreached = is_unreached
+        self._is_asked_by_nobody = is_asked_by_nobody
         self.gone = ""  # the host, as long as the machine lacks it
-        self.unreached = ""  # what the others know, as long as it does not lead here
+        self.astray = ""  # what the others know, as long as it does not lead here
 
     async def run(self) -> None:
         """Say when it does not serve, and when it does again; what was never here is of another kind of network."""
@@ -41,12 +41,12 @@ class OwnAddress:
             elif self.gone and not lacks:
                 LOGGER.info("this machine has the address %s again: others can reach this node", self._host)
             self.gone = self._host if lacks else ""
-            where = shown(self._told()) if self._is_unreached() else ""
-            if where and not self.unreached:
-                LOGGER.warning("%s", cure_of_unreached(where))
-            elif self.unreached and not where:
+            where = shown(self._told()) if self._is_asked_by_nobody() else ""
+            if where and not self.astray:
+                LOGGER.warning("%s", cure_of_astray(where))
+            elif self.astray and not where:
                 LOGGER.info("other members reach this node again")
-            self.unreached = where
+            self.astray = where
 
 
 def cure_of(gone: str) -> str:
@@ -55,7 +55,7 @@ def cure_of(gone: str) -> str:
     return f"{bound}: others cannot reach it; start it again with --bind ADDRESS"
 
 
-def cure_of_unreached(told: str) -> str:
+def cure_of_astray(told: str) -> str:
     """The same, where what the others are told does not lead to this node."""
     return (
         f"no member reaches this node at {told}, as they are told: open that port to TCP and UDP, or start this node "

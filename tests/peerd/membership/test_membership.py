@@ -446,7 +446,7 @@ def test_who_is_answered_for_long_and_asked_by_nobody_is_not_reached() -> None:
         hear(membership, replace(membership.me, state=State.SUSPECT, accuser="n1"), now=now)
 
     def is_reached() -> bool:
-        return not membership.is_unreached
+        return not membership.is_asked_by_nobody
 
     for asked in ("n0", "n0", "n7"):  # the last is somebody who lived here before
         accused()

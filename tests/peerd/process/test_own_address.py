@@ -41,13 +41,13 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
 @pytest.mark.trio(clock="autojump")
 async def test_it_is_told_once_that_nobody_comes_to_where_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    unreached = False
-    address = OwnAddress("127.0.0.1", lambda: ("192.0.2.9", 7000), lambda: unreached)
+    by_nobody = False
+    address = OwnAddress("127.0.0.1", lambda: ("192.0.2.9", 7000), lambda: by_nobody)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(address.run)
-        for unreached in (False, True, False):
+        for by_nobody in (False, True, False):
             await trio.sleep(3.5 * LOOK_EVERY_S)
-            assert address.unreached == ("192.0.2.9:7000" if unreached else "")
+            assert address.astray == ("192.0.2.9:7000" if by_nobody else "")
         nursery.cancel_scope.cancel()
     levels, lines = zip(*((record.levelname, record.message) for record in caplog.records), strict=True)
     assert levels == ("WARNING", "INFO")
