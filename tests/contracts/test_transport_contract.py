@@ -134,7 +134,7 @@ SAMPLES = [
     RoundReport(2**61, RoundPhase.HELD, 1, 2, 3, 4, True, False, True),
     RoundBegin(1, 2**40, "float32", "tree:2", True, False, ("a", "b"), (1, 2**61)),
     RoundPieces(1, 2, (3, 4), (b"r" * 9, b"s")), PiecesTaken(1, 2, (3, 4)), RoundCommit(1, 2),
-    LeaderPassed("a", 2), RoundsWithout(2**61, True),
+    LeaderPassed("a", 2, True), RoundsWithout(2**61, True),
     ShardPush(0, 1, 2**61, 1, 4, "int8", True, False, -1.0, (b"s" * 7,)),
     ShardPull(0, 1, 2, Pass.ROUND, False), Prepare(0, 1, 4), Promise(0, 1, 5, 2, (), ()), SumTaken(0, 1, "a", 2),
     Weights(0, 1, "a", 2, (Applied("w", 1, 3),), False, (Applied("w", 1, 2),), (b"w" * 8,)),

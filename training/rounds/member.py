@@ -142,6 +142,7 @@ class Rounds:
         self._blames: NodeId = ""
         self._leader_spoils = False  # what it has sent for an attempt cannot be
         self._unreached: set[NodeId] = set()  # to whom no connection can be made
+        self._said_cut_off = False  # that it is to the leader that none can be
         self._left_out_life: int | None = None  # the life of which a leader has said so
         self._set_aside_at = float("-inf")  # when one last said that it is for a while
         self.concentration = 0.0  # of our contribution's own progress
@@ -321,7 +322,7 @@ class Rounds:
         under_way = self.phase in (RoundPhase.RUNNING, RoundPhase.HELD)
         due = under_way or (self.phase == RoundPhase.READY and not self.settled) or self._said_at == float("-inf")
         waits = self._leads == self._me and self._leader.waits
-        return self._said_at + REPEAT_S if due or waits else float("inf")
+        return min(self._passing.due_at, self._said_at + REPEAT_S if due or waits else float("inf"))
 
     # ---------------------------------------------------------------- events
 
@@ -349,7 +350,7 @@ class Rounds:
         if leads == self._leads:
             return frozenset()
         self._leads, self._awaited = leads, None
-        self._leader_spoils = False
+        self._leader_spoils = self._said_cut_off = False
         if self.phase == RoundPhase.RUNNING:
             self._give_up()
         self._leader = self._leadership()
@@ -366,6 +367,10 @@ class Rounds:
         waits &= self._there == WHOLE  # else the rest of ours may be what is awaited
         if not waits:
             self._patience.begins_anew(now)
+        elif self._is_cut_off():
+            self._said_cut_off = True
+            self._passing.complain(self._leads, self._alive, unreached=True)
+            told += [member for member in (self._leads, self._me) if member in self._passing.counts]
         elif self._leader_spoils or self._patience.is_over(limit_s, now, finished=self.finished):
             self._leader_spoils = False
             self._passing.complain(self._leads, self._alive)
@@ -375,9 +380,14 @@ class Rounds:
             return self._changed_leader(now)
         return [*self._passed(told, self._alive), *self._changed_leader(now)]
 
+    def _is_cut_off(self) -> bool:
+        """It can make no connection to its leader, and has not complained of it; but to others it can."""
+        waits = self.phase != RoundPhase.IDLE and not self.settled and not self._said_cut_off
+        return waits and self._leads in self._unreached and not self._alive <= self._unreached
+
     def _on_passed(self, sender: NodeId, word: LeaderPassed, now: float) -> list[Outcome]:
         """Heed it, or say that this member has no such count: it may have had one in its last life."""
-        if not self._passing.heard(sender, word.leader, word.times):
+        if not self._passing.heard(sender, word.leader, word.times, unreached=word.unreached):
             return []
         outcomes = self._pass_by(now)
         ours = self._passing.counts.get(word.leader, 0)
@@ -388,13 +398,16 @@ class Rounds:
         if self._leads == before:
             return []
         self._counts["leaders_passed_by"] += 1
-        why = f"it kept members waiting in vain; {self._leads} leads them"
+        why = f"it kept members waiting in vain, or one cannot reach it; {self._leads} leads them"
         outcomes: list[Outcome] = [Log(f"rounds go on without member {before} as their leader: {why}")]
         return [*outcomes, *(Send(peer, self._report(now)) for peer in sorted(asked)), *self.say(now)]
 
     def _passed(self, leaders: Iterable[NodeId], to: frozenset[NodeId]) -> list[Outcome]:
-        counts = self._passing.counts
-        return [Send(peer, LeaderPassed(leader, counts[leader])) for leader in sorted(leaders) for peer in sorted(to)]
+        passing = self._passing
+        words = [
+            LeaderPassed(leader, passing.counts[leader], leader in passing.unreached) for leader in sorted(leaders)
+        ]
+        return [Send(peer, word) for word in words for peer in sorted(to)]
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Outcome]:
         """A peer's message. Raises PeerError."""
@@ -420,6 +433,7 @@ class Rounds:
             case Connected():
                 self._leader.untold(sender)
                 self._unreached.discard(sender)
+                self._said_cut_off &= sender != self._leads
                 outcomes = [*self._passed(self._passing.counts, frozenset({sender})), *self._repeat(sender, now)]
                 if self._leads == self._me:
                     return [*outcomes, Send(sender, self._report(now)), *self.say(now)]
@@ -432,7 +446,7 @@ class Rounds:
         if peer in self._unreached or peer not in self._alive:
             return []
         self._unreached.add(peer)
-        return self.say(now)
+        return [*self._pass_by(now), *self.say(now)]
 
     def on_timer(self, now: float) -> list[Outcome]:
         """Say again what has had no answer."""

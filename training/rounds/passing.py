@@ -5,6 +5,7 @@ when that grows. A member adds its own voice where two others have theirs, so th
 may lie, is soon what all honest members say: none of them follows a leader that the others do not. The voice of one
 alone is heeded, too, as it may be the only one that the leader starves, but after ALONE_PATIENCES, and then half as
 often each time: who lies can have the lead change that often, which costs an attempt, and the search for a culprit.
+The first time it need not wait if it says that no connection to the leader can be made, or that another says so.
 The leader is the one against whom the fewest such counts speak, the smallest id of those; so an honest one that was
 passed by loses nothing, and nobody is ever without one.
 
@@ -14,6 +15,7 @@ words of either are heeded at once, and as they are: both count alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -26,6 +28,7 @@ UNCOMMITTED_PATIENCES = 12
 DOUBLINGS_MAX = 6
 """Where no leader can make a round, as too few have a contribution, the lead goes round ever more slowly."""
 ALONE_PATIENCES = UNCOMMITTED_PATIENCES
+TOGETHER_S = 1.0  # for who complains of several to have said so of each
 COMPLAINT = 2  # counts
 HEARD_MAX = 1024  # leaders that one member speaks of
 AT_ONCE = 4  # times that the only other member is heeded at once
@@ -43,31 +46,41 @@ class Passing:
 
     def __init__(self, me: NodeId) -> None:
         self.counts: dict[NodeId, int] = {}  # by leader, what this member says
+        self.unreached: set[NodeId] = set()
+        """Of whom it says so as no connection to them can be made."""
+        self.due_at = math.inf
+        """When to join, as one's word alone will be enough."""
         self._me = me
         self._said: dict[NodeId, dict[NodeId, int]] = {}  # by member, what it says
+        self._said_unreached: set[tuple[NodeId, NodeId]] = set()  # who says so for that reason, and of whom
         self._heeded: dict[NodeId, tuple[int, float]] = {}  # how often one's word alone was enough, and from when it is
+        self._alone_since: dict[NodeId, float] = {}  # whose word alone waits for its others
 
-    def complain(self, leader: NodeId, alive: frozenset[NodeId]) -> None:
-        """It has kept this member waiting in vain.
+    def complain(self, leader: NodeId, alive: frozenset[NodeId], *, unreached: bool = False) -> None:
+        """It has kept this member waiting in vain, or cannot be reached.
 
         Who complains does not lead next while another can: it may have been left aside for a reason.
         """
         before = max(self.counts.values(), default=0) if len(alive) == 1 else self.counts.get(leader, 0)
         self.counts[leader] = before + COMPLAINT
-        self.counts[self._me] = self.counts.get(self._me, 0) + 1
+        if not unreached or self.leader(alive - {leader}) == self._me:  # a leader that has crashed all complain of
+            self.counts[self._me] = self.counts.get(self._me, 0) + 1
+        (self.unreached.add if unreached else self.unreached.discard)(leader)
 
-    def heard(self, sender: NodeId, leader: NodeId, times: int) -> bool:
+    def heard(self, sender: NodeId, leader: NodeId, times: int, *, unreached: bool = False) -> bool:
         """A member says so; whether it has not before. Less than it said is its next life's word."""
         said, times = self._said.setdefault(sender, {}), min(times, TIMES_MAX)
         if times == said.get(leader, 0) or (leader not in said and len(said) >= HEARD_MAX):
             return False
         said[leader] = times
+        (self._said_unreached.add if unreached else self._said_unreached.discard)((sender, leader))
         return True
 
     def join(self, alive: frozenset[NodeId], alone_s: float, now: float) -> list[NodeId]:
         """Say what enough others say, or one alone may; returns of whom. Of who is no member nothing is said on."""
         joined: dict[NodeId, None] = {}
-        everyone = alive | {self._me}
+        everyone, since = alive | {self._me}, self._alone_since
+        self.due_at, self._alone_since = math.inf, {}
         for leader in sorted({leader for said in self._said.values() for leader in said} & everyone):
             voices = self._voices(leader, alive)
             enough = voices[JOINED - 1] if len(voices) >= JOINED else 0
@@ -81,7 +94,11 @@ class Passing:
                 self.counts[sender] = beyond[sender]  # it speaks against itself
                 joined[sender] = None
             elif beyond:
+                unreached = {to for to in beyond if (sender, to) in self._said_unreached}
                 times, from_s = self._heeded.setdefault(sender, (0, now + alone_s))
+                is_first = bool(unreached) and not times
+                if is_first:
+                    from_s = since.get(sender, now) + TOGETHER_S
                 pair = len(everyone) == 2
                 if now >= from_s or (pair and times < AT_ONCE):
                     self._heeded[sender] = times + 1, now + alone_s * 2 ** min(times + 1, DOUBLINGS_MAX)
@@ -90,6 +107,10 @@ class Passing:
                         reach = most_of_ours + BEYOND_MAX if pair else self.counts.get(to, 0) + COMPLAINT
                         self.counts[to] = min(most, reach)
                     joined |= dict.fromkeys(beyond)
+                    self.unreached |= unreached
+                elif is_first:
+                    self._alone_since[sender] = since.get(sender, now)
+                    self.due_at = min(self.due_at, from_s)
         return list(joined)
 
     def leader(self, alive: frozenset[NodeId]) -> NodeId:
@@ -108,6 +129,7 @@ class Passing:
         """These are no members now: they say it again when they come back."""
         for member in gone:
             self._said.pop(member, None)
+        self._said_unreached = {(says, of) for says, of in self._said_unreached if says in self._said}
 
     def _voices(self, leader: NodeId, alive: frozenset[NodeId]) -> list[int]:
         """How often each says to have been kept waiting, the most first."""

@@ -116,6 +116,7 @@ class LeaderPassed(Message):
     KIND: ClassVar[int] = 69
     leader: Name
     times: int
+    unreached: bool = False  # as no connection to it can be made, by the sender or by who told it so
 
 
 @dataclass(frozen=True, slots=True)

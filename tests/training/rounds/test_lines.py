@@ -23,6 +23,8 @@ from peerd.transport.messages import Connected, Message, RoundReport
 DIAL_S = 5
 FOUND_S = DIAL_S + CUT_MIN_S + 2 * REPEAT_S + 2
 """From the break of a line to the next round, where rounds are short."""
+TOLD_S = 40
+"""And until all are in rounds again, in whose midst it may break."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,10 @@ def rounds(swarm: RoundSwarm, seconds: int) -> dict[str, int]:
     return {name: len(node.rounds) - before[name] for name, node in swarm.nodes.items()}
 
 
+def honest(to: str, message: Message) -> Message | None:
+    return message
+
+
 class Line:
     """From one member to another: what goes over it is lost while it is broken."""
 
@@ -59,7 +65,8 @@ class Line:
         self.swarm, self.source, self.target = swarm, source, target
 
     def breaks(self) -> None:
-        self.swarm.lies[self.source] = lambda to, message: None if to == self.target else message
+        before = self.swarm.lies.get(self.source, honest)
+        self.swarm.lies[self.source] = lambda to, message: None if to == self.target else before(to, message)
 
     def is_missed(self) -> None:
         node = self.swarm.nodes[self.source]
@@ -73,6 +80,30 @@ class Line:
     def heals(self) -> None:
         del self.swarm.lies[self.source]
         self.swarm.cut(self.source, self.target)
+
+
+def break_all(lines: list[Line]) -> None:
+    for line in lines:
+        line.breaks()
+
+
+def dialled(lines: list[Line]) -> Callable[[int], None]:
+    """All of these, in vain."""
+
+    def each(second: int) -> None:
+        for line in lines:
+            line.is_dialled(second)
+
+    return each
+
+
+def made_twice(swarm: RoundSwarm) -> set[int]:
+    """Rounds of which members hold different results."""
+    attempts: dict[int, set[int]] = {}
+    for node in swarm.nodes.values():
+        for number, attempt in node.rounds.items():
+            attempts.setdefault(number, set()).add(attempt)
+    return {number for number, made in attempts.items() if len(made) > 1}
 
 
 @pytest.mark.parametrize("overlap", ["blocking", "quorum"])
@@ -110,6 +141,36 @@ def test_who_and_the_leader_cannot_reach_each_other_has_another_lead(pair: str) 
     live_through(swarm, 880, line.is_dialled)
     made = rounds(swarm, 20)
     assert min(made.values()) == max(made.values()) >= 19
+
+
+@pytest.mark.parametrize("names", ["abc", "abcd"])
+@pytest.mark.parametrize("seconds", [0, 20], ids=["from the start", "while they train"])
+@pytest.mark.parametrize("pairs", [["ca"], ["ac", "ca"], ["ba"], ["ab", "ba"]], ids=",".join)
+def test_who_cannot_reach_the_leader_has_another_lead_soon(pairs: list[str], seconds: int, names: str) -> None:
+    """Be it the one that would lead next."""
+    swarm = RoundSwarm(names, overlap="blocking")
+    lines = [Line(swarm, *pair) for pair in pairs]
+    swarm.all_hear()
+    live_through(swarm, seconds)
+    break_all(lines)
+    assert live_through(swarm, 60, dialled(lines)) <= FOUND_S
+    made = rounds(swarm, 20)
+    assert min(made.values()) == max(made.values()) >= 19
+    assert made_twice(swarm) == set()
+
+
+def test_a_line_that_breaks_again_and_again_does_not_have_the_lead_change_each_time() -> None:
+    swarm = RoundSwarm("abcd", overlap="blocking")
+    swarm.all_hear()
+    live_through(swarm, 20)
+    for _ in range(10):
+        leader = swarm.nodes["d"].core._rounds._leads
+        line = Line(swarm, "d", leader)
+        line.breaks()
+        live_through(swarm, 20, line.is_dialled)
+        line.heals()
+        live_through(swarm, 20)
+    assert swarm.nodes["a"].core.counts["leaders_passed_by"] <= 2
 
 
 @pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
@@ -275,6 +336,45 @@ def test_no_honest_member_is_put_out_by_bad_lines(seed: int, count: int, overlap
     live_through(swarm, 30)
     made = rounds(swarm, 30)
     assert min(made.values()) == max(made.values()) > 0
+
+
+@pytest.mark.one_run_in(3)
+@given(
+    st.integers(0, 2**16), st.sampled_from(["abc", "abcd"]), st.sampled_from(["blocking", "quorum", "delayed"]),
+    st.booleans(),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None, print_blob=True)
+def test_whichever_line_breaks_whenever_all_are_in_rounds_again_and_none_is_made_twice(
+    seed: int, names: str, overlap: str, both: bool
+) -> None:
+    """In the midst of a round, too; what was on it may be lost."""
+    rng, swarm = random.Random(seed), RoundSwarm(names, overlap=overlap, seed=seed, every=1)
+    swarm.all_hear()
+    live_through(swarm, rng.choice([0, 10]))
+    for name in names:
+        swarm.step(name)
+    for _ in range(rng.randint(0, 60)):
+        if links := swarm.waiting():
+            swarm.deliver(*rng.choice(links))
+    source, target = rng.sample(names, 2)
+    lines = [Line(swarm, source, target), Line(swarm, target, source)][: 1 + both]
+    break_all(lines)
+    for line in lines:
+        if rng.random() < 0.5:
+            swarm.lose(line.source, line.target)
+    live_through(swarm, TOLD_S, dialled(lines))
+    made = rounds(swarm, 20)
+    if source == "a" and not both:
+        del made[target]  # its leader cannot reach it, and nothing tells it so
+    assert min(made.values()) >= max(made.values()) - 1 > 0
+    for line in lines:
+        if line.source in swarm.lies:
+            line.heals()
+    live_through(swarm, 10)
+    made = rounds(swarm, 20)
+    assert min(made.values()) == max(made.values()) > 0
+    assert all(node.core.counts["members_set_aside"] == 0 for node in swarm.nodes.values())
+    assert made_twice(swarm) == set()
 
 
 # ---------------------------------------------------------------- the rules alone

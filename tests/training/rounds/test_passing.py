@@ -18,7 +18,13 @@ from peerd.training.effects import Effect, Send
 from peerd.training.rounds.culprits import MISSES_MAX
 from peerd.training.rounds.leader import PATIENCE_MIN_S
 from peerd.training.rounds.member import REPEAT_S
-from peerd.training.rounds.passing import ALONE_PATIENCES, UNCOMMITTED_PATIENCES, UNORDERED_PATIENCES, Passing
+from peerd.training.rounds.passing import (
+    ALONE_PATIENCES,
+    TOGETHER_S,
+    UNCOMMITTED_PATIENCES,
+    UNORDERED_PATIENCES,
+    Passing,
+)
 from peerd.transport import wire
 from peerd.transport.messages import COUNT, LeaderPassed, Message, RoundBegin, RoundCommit, RoundPhase, RoundReport
 
@@ -151,22 +157,35 @@ class Voices:
     def everyone(self, name: str) -> frozenset[str]:
         return frozenset(self.names) - {name}
 
-    def say(self, sender: str, to: str, leader: str, times: int) -> None:
+    def say(self, sender: str, to: str, leader: str, times: int, unreached: bool = False) -> None:
         if to in self.honest:
-            self.honest[to].heard(sender, leader, times)
-            for joined in self.honest[to].join(self.everyone(to), ALONE_PATIENCES, self.now):
-                self.tell(to, joined)
+            self.honest[to].heard(sender, leader, times, unreached=unreached)
+            self.join(to)
+
+    def join(self, name: str) -> None:
+        for joined in self.honest[name].join(self.everyone(name), ALONE_PATIENCES, self.now):
+            self.tell(name, joined)
 
     def tell(self, name: str, leader: str) -> None:
+        one = self.honest[name]
         for other in self.everyone(name):
-            self.say(name, other, leader, self.honest[name].counts[leader])
+            self.say(name, other, leader, one.counts[leader], leader in one.unreached)
 
-    def complain(self, name: str) -> None:
+    def pass_time(self) -> None:
+        """Until no word waits for its others."""
+        for _ in range(len(self.names)):
+            self.now += TOGETHER_S
+            for name, one in self.honest.items():
+                if one.due_at <= self.now:
+                    self.join(name)
+
+    def complain(self, name: str, *, unreached: bool = False) -> None:
         leader = self.honest[name].leader(self.everyone(name))
         if leader != name:
-            self.honest[name].complain(leader, self.everyone(name))
+            self.honest[name].complain(leader, self.everyone(name), unreached=unreached)
             self.tell(name, leader)
-            self.tell(name, name)
+            if name in self.honest[name].counts:
+                self.tell(name, name)
 
     def leaders(self) -> set[str]:
         return {one.leader(self.everyone(name)) for name, one in self.honest.items()}
@@ -188,15 +207,40 @@ def test_honest_members_follow_one_leader_whatever_one_says_to_each(count: int, 
         assert len(voices.leaders()) == 1
 
 
-@given(st.integers(2, 8), st.lists(calls, max_size=40), st.floats(0, 40 * ALONE_PATIENCES))
+@given(
+    st.integers(4, 8),
+    st.lists(st.one_of(st.tuples(calls, st.booleans()), st.sampled_from("abdefgh")), max_size=30),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_so_they_do_once_words_of_broken_lines_have_come(count: int, course: list[Any], at_once: bool) -> None:
+    voices = Voices(count)
+    for event in course:
+        if isinstance(event, str):
+            if event in voices.honest:
+                voices.complain(event, unreached=True)
+        else:
+            (to, leader, times), unreached = event
+            if to in voices.honest and leader in voices.names:
+                voices.say("c", to, leader, times, unreached)
+        if not at_once:
+            voices.pass_time()
+            assert len(voices.leaders()) == 1
+    voices.pass_time()
+    assert len(voices.leaders()) == 1
+
+
+@given(
+    st.integers(2, 8), st.lists(st.tuples(calls, st.booleans()), max_size=40), st.floats(0, 40 * ALONE_PATIENCES)
+)  # fmt: skip
 def test_a_liar_alone_changes_the_lead_ever_more_seldom(
-    count: int, course: list[tuple[str, str, int]], seconds: float
+    count: int, course: list[tuple[tuple[str, str, int], bool]], seconds: float
 ) -> None:
     voices = Voices(count)
-    for number, (to, leader, times) in enumerate(course):
+    for number, ((to, leader, times), unreached) in enumerate(course):
         voices.now = seconds * number / len(course)
         if leader in voices.names and leader != "c":
-            voices.say("c", to, leader, times)
+            voices.say("c", to, leader, times, unreached)
     most = 1 + math.log2(1 + seconds / ALONE_PATIENCES)
     for one in voices.honest.values():
         assert one._heeded.get("c", (0, 0.0))[0] <= most
