@@ -15,8 +15,9 @@ One exchange, `seq` its number:
     applied     <------------------- PairHalf ---    which it keeps, to say it again, whomever it meets meanwhile,
                 --- PairAnswer(accepts) -------->    until it knows that it was applied
 
-So both ends apply an exchange, or neither, and the sum of the models' moves is kept; but where a partner dies, or more
-than ANSWERS_MAX answers wait: then the oldest is forgotten, and its inviter refused.
+So both ends apply an exchange, or neither, and the sum of the models' moves is kept; but where a partner dies, or its
+half comes after it has been given up, or more than ANSWERS_MAX answers wait: then the oldest is forgotten, and its
+inviter refused.
 
 Nobody waits: training goes on meanwhile. An invitation without an answer lapses after some steps; a partner that dies
 makes place for another one, and so does one that lives and keeps us waiting for long: it is left alone for a while.
