@@ -112,7 +112,7 @@ class Verbs:
         return "revoked" if is_out else member.state.name.lower()
 
     def _refused(self) -> dict[str, float]:
-        """For how many seconds each member is refused: for broken rules, or for a model far from all others'."""
+        """For how many seconds each member is refused: for broken rules, silence, or a model far from all others'."""
         node = self._node
         graylist = getattr(node.model.mode, "graylist", None)
         found = dict(graylist.refused(trio.current_time())) if graylist is not None else {}

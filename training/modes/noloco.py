@@ -45,9 +45,9 @@ from peerd.training.mode_settings import ModeSettings, outer_step, with_outer_st
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
 from peerd.training.one_way.allowance import Allowances
+from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.outer import ETA, HALF, MU, WHOLE_MODEL_CODECS, Contribution, Outer
 from peerd.training.pairs.reference import PairedReference
-from peerd.training.refusal import Refusal
 from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Connected, Message, PairAnswer, PairHalf, PairInvite
@@ -55,9 +55,9 @@ from peerd.transport.messages import Connected, Message, PairAnswer, PairHalf, P
 STEPS = 50  # H, NoLoCo's own
 PATIENCE_STEPS = 5  # of an invitation: nothing is promised yet, so another partner may be asked
 SILENT_S, SILENT_TIMES = 300.0, 8.0
-"""Of one that has promised or had a half: so long, or so many times what an exchange usually takes."""
+"""One that has promised or had a half is waited for so long, or so many times what an exchange usually takes."""
+SILENT_DOUBLINGS_MAX = 6  # of SILENT_S, while no exchange comes to its end: the line may be thin, and the model large
 USUAL_OF = 8  # exchanges
-DOUBLINGS_MAX = 6  # of that, while no exchange comes to its end: the line may be thin, and the model large
 REMEMBERED = 64  # numbers of exchanges that have ended
 ANSWERS_MAX = 2  # models that are kept for partners that may not have had them
 
@@ -100,8 +100,8 @@ class _Pair:
     said: Message  # what waits for an answer
     said_at: float
     since_step: int
+    since: float  # when it came into this stage
     contribution: Contribution | None = None  # from SENT on
-    since: float = 0.0  # it is in this stage
 
 
 class NoLoCo(ModeClass):
@@ -144,7 +144,7 @@ class NoLoCo(ModeClass):
         self._alive: frozenset[NodeId] = frozenset()
         self._asked_us: set[NodeId] = set()
         self._declined: set[NodeId] = set()
-        self._left_alone: dict[NodeId, Refusal] = {}  # who was silent for long
+        self.graylist = Graylist()  # who was silent for long
         self._in_vain = 0  # times that somebody was, since an exchange came to its end
         self._took: deque[float] = deque(maxlen=USUAL_OF)  # seconds, of such
         self._invitations = 0  # since the last step: at most a view of them
@@ -207,7 +207,6 @@ class NoLoCo(ModeClass):
         self._alive = alive
         self._asked_us &= alive
         self._declined &= alive
-        self._left_alone = {peer: left for peer, left in self._left_alone.items() if not left.is_past(now)}
         for gone in self._met.keys() - alive:
             del self._met[gone]
         self._allowances.keep(alive)
@@ -220,7 +219,7 @@ class NoLoCo(ModeClass):
         return self._rearm(effects + (self._finish(now) if self._report.finishing else []))
 
     def on_timer(self, now: float) -> list[Effect]:
-        """Say again what has had no answer for long."""
+        """Say again what has had no answer for long, and give up a partner that has been silent for longer."""
         self._correction = None
         effects = self._flush.on_timer(now)
         if self._pair is not None and now - self._pair.said_at >= SILENCE_MAX_S:
@@ -229,7 +228,7 @@ class NoLoCo(ModeClass):
         if self._pair is not None and now >= self._silent_at(self._pair):
             self.counts["partners_silent"] += 1
             self._in_vain += 1
-            self._left_alone.setdefault(self._pair.peer, Refusal()).begin(now)
+            self.graylist.refuse(self._pair.peer, now)
             effects += self._end(now) + (self._finish(now) if self._report.finishing else [])
         return self._rearm(effects)
 
@@ -288,7 +287,7 @@ class NoLoCo(ModeClass):
             self._enter(None)
         if not self._ready or self._invitations >= self._view:
             return []
-        left_alone = {peer for peer in self._left_alone if self._leaves_alone(peer, now)}
+        left_alone = {peer for peer, _ in self.graylist.refused(now)}
         waiting = sorted(self._asked_us - left_alone) or sorted(self._alive - self._declined - left_alone)
         if not waiting:
             self.counts["trigger_no_idle_link"] += 1
@@ -311,7 +310,7 @@ class NoLoCo(ModeClass):
                 return []  # both asked at once: the smaller id's invitation stands
         elif pair is not None and (pair.stage is not Stage.INVITED or self._me < sender):
             return self._decline(sender, seq)  # only to a smaller id do we turn: no circle of askers turns at once
-        if not self._ready or self._report.finishing or self._leaves_alone(sender, now):
+        if not self._ready or self._report.finishing or self.graylist.refuses(sender, now):
             return self._decline(sender, seq)
         self._asked_us.discard(sender)
         return self._say(sender, Stage.ACCEPTED, PairAnswer(seq, True), now)
@@ -412,7 +411,7 @@ class NoLoCo(ModeClass):
     def _say(self, peer: NodeId, stage: Stage, message: PairInvite | PairAnswer, now: float) -> list[Effect]:
         pair = self._pair  # who asks again and again has promised since the first time
         since = pair.since if pair is not None and pair.peer == peer and pair.stage is stage else now
-        self._enter(_Pair(peer, message.seq, stage, message, now, self._report.step, since=since))
+        self._enter(_Pair(peer, message.seq, stage, message, now, self._report.step, since))
         return [Send(peer, message)]
 
     def _silent_at(self, pair: _Pair) -> float:
@@ -420,11 +419,7 @@ class NoLoCo(ModeClass):
         if pair.stage is Stage.INVITED:
             return math.inf  # that lapses by itself
         usual = SILENT_TIMES * median(self._took) if self._took else 0.0
-        return pair.since + max(SILENT_S * 2.0 ** min(self._in_vain, DOUBLINGS_MAX), usual)
-
-    def _leaves_alone(self, peer: NodeId, now: float) -> bool:
-        left = self._left_alone.get(peer)
-        return left is not None and left.left_s(now) > 0
+        return pair.since + max(SILENT_S * 2.0 ** min(self._in_vain, SILENT_DOUBLINGS_MAX), usual)
 
     def _enter(self, pair: _Pair | None) -> None:
         before, after = (Stage.IDLE if one is None else one.stage for one in (self._pair, pair))

@@ -1,4 +1,5 @@
-"""With whom does a node not exchange for a while? With a peer that is far away from its model, and stays there.
+"""With whom does a node not exchange for a while? With a peer that is far away from its model, and stays there, or that
+leaves exchanges unanswered.
 
 An honest member that has lost touch comes closer with each exchange, however little is taken of it; a liar does not.
 Of one that goes further away it is known the sooner, the further it is: over slow lines it is met seldom, and has much
@@ -59,8 +60,7 @@ class Graylist:
             if record is not None:
                 record.begin()
             return 0.0
-        if record is None:
-            record = self._remembered(peer)
+        record = self._remembered(peer)
         if record.moved(distance, farness) < FAR_MAX:
             return 0.0
         record.begin()

@@ -224,6 +224,7 @@ def test_who_promises_a_half_and_keeps_others_waiting_is_given_up_and_left_alone
         return deliver(source, target)
 
     swarm.deliver = hears  # type: ignore[method-assign]
+    refused: dict[str, set[str]] = {name: set() for name in swarm.nodes}
     for _ in range(40):
         swarm.now += 30.0
         for name, node in swarm.nodes.items():
@@ -233,8 +234,10 @@ def test_who_promises_a_half_and_keeps_others_waiting_is_given_up_and_left_alone
                 hears(liar, name)
             if swarm.now >= node.core.deadline:
                 swarm.perform(name, node.core.on_timer(swarm.now))
+            refused[name] |= dict(node.core.graylist.refused(swarm.now)).keys()
         swarm.settle()
     for name in {*"abc"} - {liar}:
+        assert refused[name] == {liar}, "and nobody else; peerd status shows it"
         core = swarm.nodes[name].core
         assert core.counts["exchanges"] >= 3
         assert core.counts["partners_silent"] <= 3
@@ -323,7 +326,7 @@ def test_exchanges_go_every_way_of_the_table_and_no_other(monkeypatch: pytest.Mo
 
 
 def _pair_at(stage: Stage) -> _Pair | None:
-    return None if stage is Stage.IDLE else _Pair("b", 1, stage, PairInvite(1), 0.0, 0)
+    return None if stage is Stage.IDLE else _Pair("b", 1, stage, PairInvite(1), 0.0, 0, 0.0)
 
 
 def through_the_first_half(swarm: GossipSwarm) -> tuple[str, str]:
