@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from peerd.transport.messages import Message
@@ -20,11 +21,19 @@ QUEUE_MAX = 512  # messages; a link has at most three under way, and each of up 
 Item = TypeVar("Item")
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[Item]):
+    said: Hashable
+    item: Item
+    repeated: bool
+    bulk: int  # bytes of its chunks
+
+
 class PeerQueue(Generic[Item]):
     """Messages to one peer, in order, each as what its sender keeps of it."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Hashable, Item, bool, int]] = deque()  # said, whether it is said again, its bulk
+        self._waiting: deque[_Waiting[Item]] = deque()
         self._leaving: Hashable | None = None
         self._bulk = self._bulk_leaving = 0  # bytes of what waits, and of what leaves
 
@@ -40,29 +49,30 @@ class PeerQueue(Generic[Item]):
     def put(self, message: Message, item: Item, scope: Hashable = None, bulk_max: float = math.inf) -> bool:
         """Queue it, unless that is full or it waits already; whether it is news. Scopes have nothing in common.
 
-        Bulk goes in where so many bytes of it are not exceeded, or none is there.
+        Of chunks at most `bulk_max` bytes wait and leave, but for a message that is the only one with any.
         """
         said = (scope, message.said)
-        at = next((at for at, (other, _, _, _) in enumerate(self._waiting) if other == said), None)
+        at = next((at for at, other in enumerate(self._waiting) if other.said == said), None)
         bulk = sum(memoryview(chunk).nbytes for chunk in getattr(message, "chunks", ()))
         if message.supersedes and at is not None:
-            self._bulk += bulk - self._waiting[at][3]
-            self._waiting[at] = said, item, message.repeated, bulk
+            self._bulk += bulk - self._waiting[at].bulk
+            self._waiting[at] = _Waiting(said, item, message.repeated, bulk)
             return True
         if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
             return False
         held = self._bulk + self._bulk_leaving
         if bulk and held and held + bulk > bulk_max:
             return False
-        self._waiting.append((said, item, message.repeated, bulk))
+        self._waiting.append(_Waiting(said, item, message.repeated, bulk))
         self._bulk += bulk
         return True
 
     def take(self) -> Item:
         """The next one, which leaves now, until `left` or `clear`."""
-        self._leaving, item, _, self._bulk_leaving = self._waiting.popleft()
-        self._bulk -= self._bulk_leaving
-        return item
+        next_one = self._waiting.popleft()
+        self._leaving, self._bulk_leaving = next_one.said, next_one.bulk
+        self._bulk -= next_one.bulk
+        return next_one.item
 
     def left(self) -> None:
         """It is with the peer, or with what carries it there."""
@@ -70,6 +80,6 @@ class PeerQueue(Generic[Item]):
 
     def clear(self) -> None:
         """The connection broke: what was to be said is said anew, or still waits."""
-        self._waiting = deque(each for each in self._waiting if not each[2])
-        self._bulk = sum(bulk for _, _, _, bulk in self._waiting)
+        self._waiting = deque(each for each in self._waiting if not each.repeated)
+        self._bulk = sum(each.bulk for each in self._waiting)
         self.left()
