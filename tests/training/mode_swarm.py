@@ -246,9 +246,12 @@ class ModeSwarm:
         if queue := self.queues[source, target]:
             (queue.append if late else queue.appendleft)(queue[0])
 
-    def lose(self, source: str, target: str) -> None:
-        """What is on the connection is lost."""
-        self.queues[source, target].clear()
+    def lose(self, source: str, target: str, *kinds: type) -> None:
+        """What is on the connection is lost, or of that what is of these kinds."""
+        queue = self.queues[source, target]
+        kept = [message for message in queue if kinds and not isinstance(message, kinds)]
+        queue.clear()
+        queue.extend(kept)
 
     def cut(self, source: str, target: str) -> None:
         """The connection breaks and is made again, be it to one that nobody has named: what was on it is lost."""

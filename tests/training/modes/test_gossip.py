@@ -868,9 +868,8 @@ class WithSilent(GossipSwarm):
     """The last member opens and accepts links, and answers no exchange."""
 
     def deliver(self, source: str, target: str) -> bool:
-        queue = self.queues[source, target]
-        for message in [each for each in queue if source == max(self.nodes) and isinstance(each, Delta | DeltaTaken)]:
-            queue.remove(message)
+        if source == max(self.nodes):
+            self.lose(source, target, Delta, DeltaTaken)
         return super().deliver(source, target)
 
 

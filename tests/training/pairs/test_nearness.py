@@ -45,9 +45,7 @@ class Spread(KeptMessages):
 
     def give_halves(self, source: str, target: str) -> None:
         """Of what waits on this connection the sketches are lost."""
-        queue = self.queues[source, target]
-        for message in [each for each in queue if isinstance(each, LinkSketch)]:
-            queue.remove(message)
+        self.lose(source, target, LinkSketch)
         while self.deliver(source, target):
             pass
 
@@ -115,9 +113,8 @@ class WithSilent(Spread):
     """d answers no exchange."""
 
     def deliver(self, source: str, target: str) -> bool:
-        queue = self.queues[source, target]
-        for message in [each for each in queue if source == "d" and isinstance(each, Delta | DeltaTaken)]:
-            queue.remove(message)
+        if source == "d":
+            self.lose(source, target, Delta, DeltaTaken)
         return super().deliver(source, target)
 
 
