@@ -247,7 +247,7 @@ class Gossip(PartneredMode[PairLink]):
             return now
         unheard = [told.at for link in self._unheard() if (told := link.near.told) is not None]
         due_at = min(self._links.deadline(now), min(unheard, default=math.inf) + WAKE_AFTER_S)
-        if self._report.finishing and (next_at := self._answers_due_by(self._unclosed())) > now:
+        if self._report.finishing and (next_at := self._next_begins_at(self._unclosed())) > now:
             return min(due_at, next_at)
         return due_at
 
@@ -480,14 +480,14 @@ class Gossip(PartneredMode[PairLink]):
         if self.COMPARES:
             effects += self._compare(live, now)
         under_way = any(link.reference.under_way is not None for link in live)
-        if self._answers_due_by(live) <= now:
-            for link in self._round(sorted([link for link in live if link.idle], key=lambda link: link.peer)):
+        if self._next_begins_at(live) <= now:
+            for link in self._round(self._idle()):
                 effects += self._begin(link, self._current(), "finishing", now)
                 self.counts["trigger_finishing"] += 1
         return effects + self._proceed(live, expects_more=self._links.expects_more(now), under_way=under_way)
 
-    def _answers_due_by(self, live: list[PairLink]) -> float:
-        """Until when no exchange of the flush begins, as another is under way."""
+    def _next_begins_at(self, live: list[PairLink]) -> float:
+        """When the next exchange of the flush may begin, though those that are under way have had no answer by then."""
         began = [link.began_at for link in live if link.reference.under_way is not None]
         if not began:
             return -math.inf

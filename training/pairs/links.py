@@ -8,6 +8,7 @@ A link's life, seen from one end (`peer` is the other):
     open      -> open      exchanges (training/pairs/reference.py)
     open      -> dormant   the peer is not alive: an exchange under way is kept, to be finished when it is back
     dormant   -> open      the peer is back
+    live      -> (gone)    the peer leaves a half of ours unanswered, though reminded, and its place is needed
     open      -> closing   rotated out: LinkClose sent when no exchange is under way
     closing   -> (gone)    LinkClosed came
     closing   -> dormant   the peer is not alive: what it was asked is said again when it is back (CLOSING_DORMANT)
@@ -202,7 +203,7 @@ class PairLinks:
         self._turned_away: NodeId | None = None
         self._unanswered: Counter[NodeId] = Counter()  # times that each was reminded of a half that it owes, in vain
         self._in_vain = 0  # times that one was given up for that, since an exchange was complete
-        self._began: dict[NodeId, list[float]] = {}  # when links with each did, of late
+        self._opened_at: dict[NodeId, list[float]] = {}  # when links with each began, of late
         self.graylist = Graylist()
 
     def live(self) -> list[PairLink]:
@@ -273,7 +274,7 @@ class PairLinks:
         self._declined &= alive
         for peer in self._unanswered.keys() - (alive - set(came)):
             del self._unanswered[peer]
-        self._began = {peer: began for peer, began in self._began.items() if now - began[-1] < SILENCE_MAX_S}
+        self._opened_at = {peer: opened for peer, opened in self._opened_at.items() if now - opened[-1] < SILENCE_MAX_S}
         self._make_room()
         return effects + self.fill_view(now)
 
@@ -346,7 +347,7 @@ class PairLinks:
             return self.last_word(sender, number, now)  # said again, of a link that has ended
         if sender in self.opening and self._me > sender:
             return []  # both ends asked at once: the smaller id answers, the larger's number stands
-        if self._began_too_often(sender, now):
+        if self._opened_too_often(sender, now):
             self._counts["links_declined"] += 1
             return [Send(sender, LinkClosed(number, 0))]
         frees = sender in self.opening or (link is not None and link.active)  # the place that it has
@@ -484,11 +485,11 @@ class PairLinks:
     def _strangers(self, now: float) -> frozenset[NodeId]:
         """Who may be asked for a link, or may be when they have a place again."""
         refused = {peer for peer, _ in self.graylist.refused(now)}
-        refused |= {peer for peer in self._began if self._began_too_often(peer, now)}
+        refused |= {peer for peer in self._opened_at if self._opened_too_often(peer, now)}
         return self._alive - self.held.keys() - self.opening.keys() - refused
 
-    def _began_too_often(self, peer: NodeId, now: float) -> bool:
-        return sum(now - at < SILENCE_MAX_S for at in self._began.get(peer, ())) >= OPENED_MAX
+    def _opened_too_often(self, peer: NodeId, now: float) -> bool:
+        return sum(now - at < SILENCE_MAX_S for at in self._opened_at.get(peer, ())) >= OPENED_MAX
 
     def _make_place(self, peer: NodeId, now: float) -> list[Effect]:
         """This one found none here, and perhaps nowhere: it is asked when one is free. Each costs a link its past."""
@@ -622,7 +623,7 @@ class PairLinks:
     def _hold(self, peer: NodeId, number: int, start: Sliced, values: Vector, now: float) -> None:
         reference = PairedReference(number, start, self._layout, self._scratch)
         norm = norm_of_difference(values[: self._layout.parameters])
-        self._began[peer] = [*self._began.get(peer, ())[-OPENED_MAX + 1 :], now]
+        self._opened_at[peer] = [*self._opened_at.get(peer, ())[-OPENED_MAX + 1 :], now]
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(

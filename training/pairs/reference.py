@@ -8,7 +8,8 @@ knows of the peer's). An exchange is two halves, one from each end, under one se
     x += gain * (theirs - mine)               the peer adds exactly the negative: the mean of the two is conserved
 
 The end whose steps are of more samples adds less (batch_sizes.py): the mean by what the two are worth is conserved.
-Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py).
+Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py); where
+both runs have ended and that is next to nothing, each to its own (`_scale`).
 
 Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
 is resent, the peer answers again with its half, each is applied once) or dropped on both ends with nothing to undo.
@@ -43,7 +44,7 @@ from peerd.transport.messages import Delta, DeltaTaken, LinkClosed
 
 KEPT_MAX = 1 << 14  # values: of a larger model our half is decoded again, as keeping it would take another copy
 
-STANDS = 1 / 32  # of the way that an exchange goes without bounds: less is no progress
+PROGRESS_MIN = 1 / 32  # of the way that an exchange goes without bounds: with less, at a run's end, both stand
 NOTHING_SAID = Work()
 
 Result = TypeVar("Result")
@@ -93,7 +94,7 @@ def share_of(ours: Delta, theirs: Delta) -> float:
 
 
 def _scale(ours: Delta, theirs: Delta, distances: Norms, their_limits: Norms) -> Norms:
-    """What each tensor of theirs - mine is multiplied by at our end, for our correction.
+    """What each tensor of theirs - mine is multiplied by at our end, for our correction. Norms: shape (tensors,).
 
     Where both runs have ended and the other hardly may be moved any more, our end goes as far as it may itself: so one
     that its partners have left behind comes to them, where the mean of the two would hold it away.
@@ -101,7 +102,7 @@ def _scale(ours: Delta, theirs: Delta, distances: Norms, their_limits: Norms) ->
     gain, own = min(ours.gain, theirs.gain), unpacked(ours.limits, len(distances))
     scale = factors(gain, distances, np.minimum(own, their_limits))
     if ours.finishing and theirs.finishing:
-        moved, least = scale * distances, STANDS * gain * distances
+        moved, least = scale * distances, PROGRESS_MIN * gain * distances
         if moved.dot(moved) < least.dot(least):
             scale = factors(gain, distances, own)
     return share_of(ours, theirs) * scale

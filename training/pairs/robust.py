@@ -269,8 +269,8 @@ class Allowances:
             np.minimum(one.left, one.refilled, out=one.left)
 
     def keep(self, peers: frozenset[NodeId]) -> None:
-        """Forget all but these: last words may come after their sender went. What the end of a run allows who comes
-        back has had."""
+        """Forget all but these: last words may come after their sender went. At a run's end nobody: who comes back
+        would be allowed again what it has had."""
         if self._ended:
             return
         for gone in self._peers.keys() - peers:

@@ -17,7 +17,7 @@ from peerd.training.flush import CLOSER
 from peerd.training.pairs import graylist as graylists
 from peerd.training.pairs import robust
 from peerd.training.pairs.graylist import FAR_MAX, WEIGHT_MAX, Graylist
-from peerd.training.pairs.reference import STANDS, ExchangeHalf, PairedReference
+from peerd.training.pairs.reference import PROGRESS_MIN, ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
     FLUSH,
@@ -100,7 +100,7 @@ def test_at_the_end_of_both_runs_an_end_goes_alone_where_the_other_hardly_may(
     own, other = np.full(COUNT, np.inf) if mine is None else np.array(mine, np.float32), np.array(allowed, np.float32)
     wanted = gain * got.distances
     both = np.minimum(wanted, np.minimum(own, other))
-    way, least = np.linalg.norm(both), STANDS * np.linalg.norm(wanted)
+    way, least = np.linalg.norm(both), PROGRESS_MIN * np.linalg.norm(wanted)
     assume(abs(way - least) > 1e-3 * least or not least)
     alone = all(ends) and way < least
     np.testing.assert_allclose(got.moved, np.minimum(wanted, own) if alone else both, rtol=1e-4, atol=1e-30)
