@@ -26,8 +26,8 @@ def misused(error: Any, typed: str) -> Exception:
         error.exit_code = FAILED_CODE
         own: Exception = error
         return own
-    if (number := re.search(r"extra argument\S* \((\d+)\)$", said)) and error.ctx is not None:
-        counts = [known for known in error.ctx.command.params if PEERS in known.opts]
-        said += f". Did you mean {PEERS} {number[1]}?" if counts else ""
+    options = [option for known in error.ctx.command.params for option in known.opts] if error.ctx is not None else []
+    if (number := re.search(r"extra argument\S* \((\d+)\)$", said)) and PEERS in options:
+        said += f". Did you mean {PEERS} {number[1]}?"
     say(continued(said, f"{path} -h lists what there is"))
     return typer.Exit(FAILED_CODE)

@@ -285,7 +285,7 @@ def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _faults(result: dict[str, Any]) -> dict[str, str]:
-    """Who names none has some."""
+    """Who gives no --faults has some."""
     return {} if result["faults"] == "none" else {"faults": f"{result['faults']} (see --faults)"}
 
 

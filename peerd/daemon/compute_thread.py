@@ -1,4 +1,4 @@
-"""In which order, and where, does the heavy maths run? In one worker thread at a time, in the order of the events.
+"""In which order, and where, does the maths run? In the order of the events, in one worker thread at a time.
 
 The mode and the model's copy belong to it: encoding, decoding and merging a model of 25 million values takes tens of
 milliseconds, which must not stall the loop that answers probes. One thread a node, not one a link: all links read and
@@ -42,7 +42,7 @@ class ComputeThread(Generic[Event, Effects]):
         forgiven: Callable[[Event, Exception], bool] = lambda event, error: False,
         is_short: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`handle` computes, in the thread, or on the loop while that `is_short`; `perform` does what comes of it.
+        """`handle` computes, in the thread, or on the loop where that `is_short`; `perform` does what comes of it.
 
         An error of an event that nobody waits for ends the node, unless it is `forgiven`.
         """

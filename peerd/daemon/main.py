@@ -146,8 +146,11 @@ async def _run(settings: Settings, mine: identity.Identity, command: list[str], 
         issues = daemon.entry is not None and daemon.entry.issuer is not None
         _announce(settings, address, (daemon.me.host, daemon.me.port), command, issues=issues)
         if supervisor is None:
-            by_hand = "no script was given: one that you start on this machine trains with this node (PEERD_NAME=%s %s)"
-            LOGGER.info(by_hand, shlex.quote(settings.name), "python train.py")
+            LOGGER.info(
+                "no script was given: one that you start on this machine trains with this node "
+                "(PEERD_NAME=%s python train.py)",
+                shlex.quote(settings.name),
+            )
         if daemon.entry is not None:
             ends = shown_time(daemon.entry.trust.certificate.not_valid_after_utc)
             by = "connections are encrypted; this node is a member by %s; its certificate ends %s"

@@ -559,7 +559,7 @@ class Membership:
             self._gossip_at = max(now, self._gossiped + self._timing.gossip_interval_s)
 
     def _forget(self, id: NodeId) -> None:
-        """What is said of this member goes no further, and is of no concern."""
+        """What was said of this member goes no further, and nobody is suspected by it."""
         self._suspicions.clear(id)
         self._news.forget(id)
         self._rumours.forget(id)

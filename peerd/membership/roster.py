@@ -152,13 +152,13 @@ class Roster:
             self.me = record
             self.rows[record.id] = record
             return ""
-        known, oldest = self.rows.get(record.id), ""
+        known, forgotten = self.rows.get(record.id), ""
         if known is None and len(self.rows) >= TABLE_MEMBERS:
-            oldest = next(iter(self._gone)) if self._gone else self.strangers()[0]
-            self._gone.pop(oldest, None)
-            self.live.discard(oldest)
-            self._moved_from.pop(oldest, None)
-            del self.rows[oldest]
+            forgotten = next(iter(self._gone)) if self._gone else self.strangers()[0]
+            self._gone.pop(forgotten, None)
+            self.live.discard(forgotten)
+            self._moved_from.pop(forgotten, None)
+            del self.rows[forgotten]
         if known is not None and known.host != record.host:
             self._moved_from[record.id] = known.host
         self.rows[record.id] = record
@@ -171,7 +171,7 @@ class Roster:
             self.live.discard(record.id)
             self._proved_live.discard(record.id)
             self._gone.setdefault(record.id)
-        return oldest
+        return forgotten
 
     def pick(self, count: int, rng: random.Random, without: NodeId = "", alive_only: bool = False) -> list[Member]:
         """Up to `count` distinct live members at random, most of them of those that have proved themselves.

@@ -113,6 +113,7 @@ class DiLoCo(AllReduce):
 def _turns_back(progress: Vector, momentum: Vector, parameters: int) -> bool:
     """Whether the members go back where the momentum, which points against their progress so far, has carried them.
 
+    Both are of one fragment, shape (values,), with the parameters before index `parameters`, which may lie outside.
     All must find the same: the sum is one addition after the other, which no machine and no library does otherwise.
     """
     ahead = 0.0

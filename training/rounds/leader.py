@@ -452,7 +452,7 @@ class Leader:
 def _near_usual(counts: Sequence[int]) -> int:
     """The highest, or as near to it as those believe who have counted so far as is usual.
 
-    Who has not counted is one of them: of a swarm that has just begun it is one that lies who has.
+    Zeros count: in a swarm that has just begun a single one that tells of more is one that lies.
     """
     return min(max(counts, default=0), median_low(counts or [0]) + REPORTED_STEP)
 
