@@ -409,8 +409,10 @@ class Swarm:
                 return False
             self._stop()  # as the kernel ends a script that is the daemon's own child
             raise SystemExit(f"peerd: {DAEMON_GONE}") from None
-        except SystemExit:
+        except SystemExit as end:
             self._stop()
+            if not end.code and not _is_daemons():
+                say("the node that this script trains with leaves the swarm: the script ends here")
             raise
         return True
 

@@ -236,6 +236,17 @@ def test_a_script_attached_by_hand(machine: Machine) -> None:
     assert hand.log == f"ready, in a swarm at step 0\npeerd: {lost}\ndone\n"
 
 
+def test_a_script_attached_by_hand_says_that_it_ends_with_a_node_that_leaves(machine: Machine) -> None:
+    daemon = machine.start("x")
+    assert daemon.address
+    hand = machine.spawn("hand", [str(machine.script("train.py", TRAIN))], PEERD_NAME="x")
+    daemon.trains()
+    assert machine.peerd("leave").returncode == 0
+    assert hand.end() == 0
+    told = "the node that this script trains with leaves the swarm: the script ends here"
+    assert hand.log == f"ready, in a swarm at step 0\npeerd: {told}\n"
+
+
 def test_a_nodes_own_script_finds_its_place_though_another_comes_first(machine: Machine) -> None:
     script = str(machine.script("train.py", TRAIN))
     slow = machine.script("slow.py", "import time\ntime.sleep(6)\n" + TRAIN)
