@@ -35,6 +35,7 @@ from peerd.training.kernels import library
 from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError, cause
+from peerd.transport.hello import Refused
 from peerd.transport.ids import Address, is_ip, shown
 from peerd.transport.printable import printable
 from peerd.transport.secure.credentials import Credentials
@@ -50,6 +51,12 @@ OF_A_NODE = (
     "rdma_subnets", "rdma_allow_fallback",
 )  # fmt: skip
 """What a running node's settings say of how it is reached."""
+OF_REFUSALS = {
+    "authority": "--token with what peerd token prints on a member of that swarm",
+    "certificate": "look at the clocks of both machines",
+    "encryption": "--insecure-plaintext on all nodes, or on none",
+}
+"""The field in which two ends differ, and its cure."""
 IPV6 = Path("/proc/net/if_inet6")
 IPV6_OF_ONE_LINE = ipaddress.IPv6Network("fe80::/10")
 _ADDRESS_OF = 0x8915  # SIOCGIFADDR, netdevice(7)
@@ -329,7 +336,9 @@ def _speed(peer: Address, mine: Credentials | None) -> Finding:
                 finally:
                     await connection.aclose()
             except (ConnectionLost, PeerError) as error:
-                return Finding("peer", "note", f"no speed measured: {error}", "is it a node of this version of peerd?")
+                field = error.field if isinstance(error, Refused) else ""
+                cure = OF_REFUSALS.get(field, "is it a node of this version of peerd?")
+                return Finding("peer", "note", f"no speed measured: {error}", cure)
             finally:
                 nursery.cancel_scope.cancel()
         return Finding("peer", "ok", f"{shown(peer)}: {8e-6 * rate:.1f} Mbit/s from there to here over TCP")

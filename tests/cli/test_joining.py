@@ -131,6 +131,8 @@ def test_who_is_of_another_authority_or_of_none(machine: Machine) -> None:
     assert "its certificate is of another authority" in refusal(other)
     assert "peerd token on a member" in refusal(other)
     a.says("of another authority")
+    looked = machine.peerd("doctor", "--name", "n", "--join", a.address, XDG_STATE_HOME=another_user(machine)).stdout
+    assert "cure: --token with what peerd token prints on a member of that swarm" in " ".join(looked.split())
 
     plain = machine.start("plain", script, "--insecure-plaintext", join=a)
     assert "its encryption is 'on', ours 'off'" in refusal(plain)
