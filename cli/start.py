@@ -16,8 +16,17 @@ from peerd.training.modes import MODES
 from peerd.transport.errors import UserError
 
 NODE, SWARM, NETWORK = "This node", "The swarm", "Network"  # of what --help shows together
-_SPELT = [f"{name}[:{mode.ARGUMENT.split()[0]}]" if mode.ARGUMENT else name for name, mode in MODES.items()]
 COMMAND, CONTEXT = ScriptStarter, {"ignore_unknown_options": True, "allow_extra_args": False}
+
+
+def _spelt(name: str, argument: str) -> list[str]:
+    if not argument:
+        return [name]
+    usual, *others = (kind.split()[0] for kind in argument.split(", or "))
+    return [f"{name}[:{usual}]", *(f"{name}:{other}" for other in others)]
+
+
+_SPELT = [spelt for name, mode in MODES.items() for spelt in _spelt(name, mode.ARGUMENT)]
 
 
 @with_mode_options()
@@ -75,7 +84,9 @@ def start(
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help=f"how models are combined: {', '.join(_SPELT)} (default: gossip)", rich_help_panel=MODE),
+        typer.Option(
+            help=f"how models are combined: {', '.join(_SPELT)}, FILE.py:CLASS (default: gossip)", rich_help_panel=MODE
+        ),
     ] = None,
     told: dict[str, Any],
     wait_for: Annotated[

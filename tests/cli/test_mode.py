@@ -70,8 +70,11 @@ def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:
 
 def test_help_says_what_may_follow_a_mode() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["start", "--help"]).stdout
-    for spelt in ("gossip, ", "elastic[:BETA]", "diloco[:P]", "hardsync[:batch=B]", "softsync[:N[:RATE]]"):
-        assert spelt in shown
+    for spelt in (
+        "gossip, ", "elastic[:BETA], elastic:pairwise[:ALPHA], ", "diloco[:P]", "hardsync[:batch=B]",
+        "softsync[:N[:RATE]]", "FILE.py:CLASS",
+    ):  # fmt: skip
+        assert spelt in " ".join(shown.replace("│", " ").split())
 
 
 def test_the_mode_of_a_live_swarm(machine: Machine) -> None:
