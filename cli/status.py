@@ -45,7 +45,8 @@ def status(
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
                         (of gradients: of this node's from their mean)
-    GAIN                the share of it that a correction takes away, at most 0.5
+    GAIN                the share of it that a correction takes away: at most 0.5,
+                        or all, 1, where the other end serves the parameters
     CODEC               of the next exchange with that partner
     LAST REASON         why this node last began an exchange: the model's change,
                         silence for a minute, period, always, or its finishing;
