@@ -29,7 +29,7 @@ def token(
     echo(answer["token"])
     if is_loopback(parse_address(answer["address"], "address")[0]):
         only = f"this node listens on {answer['address']}, where no other machine reaches it"
-        echo(f"peerd: {only}; its own nodes need no token. Start it with --bind ADDRESS to let others in", err=True)
+        echo(f"peerd: {only}; there only another user's nodes need a token. --bind ADDRESS lets others in", err=True)
 
 
 def revoke(
