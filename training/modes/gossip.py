@@ -311,7 +311,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
-        self._links.answered(link.peer)
+        self._links.answered(link.peer, now - link.began_at)
         link.distance = link.reference.distance()
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
@@ -369,7 +369,7 @@ class Gossip(PartneredMode[PairLink]):
         if both is None:
             return effects
         self.counts["exchanges"] += 1
-        self._links.answered(sender)
+        self._links.answered(sender, math.inf)
         self._allowances.spent(sender, both.moved, both.distances)
         self._lend(both.correction)
         effects.append(Apply(both.correction))

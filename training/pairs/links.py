@@ -30,6 +30,7 @@ what it had applied is lost with it, or what it had not is not known. That is co
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -61,6 +62,8 @@ OPENED_MAX = 8
 """Links with one peer within a minute, whoever asked: each costs some passes over the whole model, or its bytes."""
 SILENT_DOUBLINGS_MAX = 6  # of how long an answer is waited for, while none comes at all: it may be the line
 REMINDERS = 10  # a minute apart: a whole model on a thin line takes long, and may still come after them
+PATIENCE_MAX_S = 3600.0
+SOON = 0.25  # of the patience with a peer: an answer within it halves that
 
 
 class LinkState(Enum):
@@ -201,7 +204,8 @@ class PairLinks:
         self._lacking_since = float("inf")  # or since those who declined were last asked again
         self._made_place_at: float | None = None  # for one that was turned away, or when the first peers came
         self._turned_away: NodeId | None = None
-        self._unanswered: Counter[NodeId] = Counter()  # times that each was reminded of a half that it owes, in vain
+        self._unanswered: Counter[NodeId] = Counter()  # minutes that each was waited for in vain, for a half it owes
+        self._patience: dict[NodeId, float] = {}  # seconds that each is waited for, where that is longer than usual
         self._in_vain = 0  # times that one was given up for that, since an exchange was complete
         self._opened_at: dict[NodeId, list[float]] = {}  # when links with each began, of late
         self.graylist = Graylist()
@@ -241,9 +245,12 @@ class PairLinks:
             if link.state in _LIVE:
                 live += 1
                 if link.waits:
-                    unanswered.append(link.sent_at)
-        if self.remnants:
-            unanswered += [remnant.said_at for remnant in self.remnants.values() if remnant.peer in self._alive]
+                    unanswered.append(link.sent_at + self._patience_with(link.peer) - SILENCE_MAX_S)
+        unanswered += [
+            left.said_at + self._patience_with(left.peer) - SILENCE_MAX_S
+            for left in self.remnants.values()
+            if left.peer in self._alive
+        ]
         if live + self._answers_due < self._wanted():
             self._lacking_since = min(self._lacking_since, now)
             unanswered.append(self._lacking_since)  # those who declined are asked again
@@ -272,6 +279,7 @@ class PairLinks:
                 self.returned(peer)
             effects += self.repeat(peer, now)
         self._declined &= alive
+        self._patience = {peer: patience for peer, patience in self._patience.items() if peer in alive}
         for peer in self._unanswered.keys() - (alive - set(came)):
             del self._unanswered[peer]
         self._opened_at = {peer: opened for peer, opened in self._opened_at.items() if now - opened[-1] < SILENCE_MAX_S}
@@ -279,28 +287,45 @@ class PairLinks:
         return effects + self.fill_view(now)
 
     def on_timer(self, now: float) -> list[Effect]:
-        """Say again what has had no answer for long, and ask anew those who declined."""
+        """Say again what has had no answer for long, and ask anew those who declined.
+
+        A half may take long over a thin line, and longer if it is said again meanwhile: each time twice as late.
+        """
         effects: list[Effect] = []
-        asked = {peer: asked_at for peer, (_, asked_at) in self.opening.items()}
-        since_when = {peer: link.sent_at for peer, link in self.held.items() if link.waits} | asked
+        since_when = {peer: link.sent_at for peer, link in self.held.items() if link.waits}
         for left in self.remnants.values():
             if left.peer in self._alive:
                 since_when[left.peer] = min(left.said_at, since_when.get(left.peer, now))
-        for peer, since in sorted(since_when.items()):
-            if now - since >= SILENCE_MAX_S:
+        due = {peer: since + self._patience_with(peer) for peer, since in since_when.items()}
+        for peer, (_, asked_at) in self.opening.items():
+            due[peer] = min(asked_at + SILENCE_MAX_S, due.get(peer, math.inf))
+        for peer, at in sorted(due.items()):
+            if now >= at:
                 self._counts["repeats"] += 1
                 if peer in self.opening:
                     self._reminded[peer] += 1
-                self._unanswered[peer] += self._owes_half(peer)
+                elif at == -math.inf:  # what is left of a link that has just ended
+                    self._unanswered[peer] += self._owes_half(peer)
+                else:
+                    patience = self._patience_with(peer)
+                    self._unanswered[peer] += self._owes_half(peer) * round(patience / SILENCE_MAX_S)
+                    self._patience[peer] = min(2 * patience, PATIENCE_MAX_S)
                 effects += self.repeat(peer, now)
         self._declined.clear()
         self._lacking_since = float("inf")
         return effects + self._give_up_silent(now) + self.fill_view(now)
 
-    def answered(self, peer: NodeId) -> None:
-        """An exchange with it is complete."""
+    def answered(self, peer: NodeId, after_s: float) -> None:
+        """An exchange with it is complete, which began so many seconds ago."""
         del self._unanswered[peer]
         self._in_vain = 0
+        if (patience := self._patience.get(peer)) is not None and after_s < SOON * patience:
+            self._patience[peer] = patience / 2
+            if patience / 2 <= SILENCE_MAX_S:
+                del self._patience[peer]
+
+    def _patience_with(self, peer: NodeId) -> float:
+        return self._patience.get(peer, SILENCE_MAX_S)
 
     def _owes_half(self, peer: NodeId) -> bool:
         """Be it of a link that has ended. Who has begun anew, or cannot give one, owes none."""
@@ -624,6 +649,7 @@ class PairLinks:
         reference = PairedReference(number, start, self._layout, self._scratch)
         norm = norm_of_difference(values[: self._layout.parameters])
         self._opened_at[peer] = [*self._opened_at.get(peer, ())[-OPENED_MAX + 1 :], now]
+        self._patience.pop(peer, None)  # who opens one after the other is to be missed all the same
         # a peer may open before its own news has come; one that membership never confirms holds no place of the view
         state = LinkState.OPEN if peer in self._alive else LinkState.DORMANT
         self.held[peer] = PairLink(

@@ -362,7 +362,7 @@ def test_what_is_said_again_has_been_waited_for_since_it_was_begun() -> None:
     for _ in range(3):
         swarm.step("a", 9.0)
         swarm.lose("a", "b")
-        swarm.now += SILENCE_MAX_S + 1
+        swarm.now = a.deadline
         swarm.perform("a", a.on_timer(swarm.now))
         assert link.sent_at == swarm.now
         swarm.settle()
@@ -878,7 +878,7 @@ def test_who_answers_no_exchange_loses_its_place_though_it_opens_another_link() 
     swarm.everyone_alive()
     swarm.settle()
     node = swarm.nodes["a"]
-    for number in range(14):
+    for number in range(16):
         swarm.perform("a", node.core.on_message("d", LinkOpen(number), swarm.now))
         for _ in range(9):
             swarm.step("a", swarm.rng.normal(size=10))
@@ -889,6 +889,37 @@ def test_who_answers_no_exchange_loses_its_place_though_it_opens_another_link() 
     assert "d" not in node.core.references()
     assert {peer for peer in "bc" if peer in node.core.references()}
     assert not any(node.core.graylist.refuses(peer, swarm.now) for peer in "bc")
+
+
+def test_what_has_no_answer_is_said_again_ever_later_until_answers_are_quick_again() -> None:
+    """A half over a thin line takes minutes, and longer if it is said again meanwhile."""
+    swarm = GossipSwarm(2, 10, "float32", view=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    core = swarm.nodes["a"].core
+
+    def said_again(within_s: float) -> list[float]:
+        """After how many seconds each time, while the other hears nothing."""
+        while core.references()["b"].under_way is None:
+            swarm.settle()
+            swarm.step("a", swarm.rng.normal(size=10))
+        swarm.lose("a", "b")
+        began, said = swarm.now, list[float]()
+        while core.deadline < began + within_s:
+            swarm.pass_time(core.deadline - swarm.now)
+            assert core.deadline > swarm.now, "what was due is done"
+            if any(isinstance(message, Delta) for message in swarm.queues["a", "b"]):
+                said.append(round(swarm.now - began))
+            swarm.lose("a", "b")
+        return said
+
+    assert said_again(2000.0) == [60, 180, 420, 900, 1860]
+    swarm.cut("a", "b")
+    for _ in range(10):
+        swarm.settle()
+        swarm.step("a", swarm.rng.normal(size=10))
+    swarm.settle()
+    assert said_again(200.0) == [60, 180]
 
 
 def test_who_takes_long_to_answer_is_kept_while_there_is_room_for_others_beside_it() -> None:
