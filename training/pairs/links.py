@@ -240,23 +240,22 @@ class PairLinks:
 
     def deadline(self, now: float) -> float:
         """When something must be said again, should nothing come until then."""
-        unanswered, live = [asked_at for _, asked_at in self.opening.values()], 0
-        for link in self.held.values():
-            if link.state in _LIVE:
-                live += 1
-                if link.waits:
-                    unanswered.append(link.sent_at + self._patience_with(link.peer) - SILENCE_MAX_S)
-        unanswered += [
-            left.said_at + self._patience_with(left.peer) - SILENCE_MAX_S
-            for left in self.remnants.values()
-            if left.peer in self._alive
-        ]
-        if live + self._answers_due < self._wanted():
-            self._lacking_since = min(self._lacking_since, now)
-            unanswered.append(self._lacking_since)  # those who declined are asked again
+        if self._places_taken() < self._wanted():
+            self._lacking_since = min(self._lacking_since, now)  # those who declined are asked again
         else:
-            self._lacking_since = float("inf")
-        return min(unanswered, default=float("inf")) + WAKE_AFTER_S
+            self._lacking_since = math.inf
+        return min([self._lacking_since + SILENCE_MAX_S, *self._due().values()]) - SILENCE_MAX_S + WAKE_AFTER_S
+
+    def _due(self) -> dict[NodeId, float]:
+        """When each is told again what it has not answered."""
+        said_at = {peer: link.sent_at for peer, link in self.held.items() if link.waits}
+        for left in self.remnants.values():
+            if left.peer in self._alive:
+                said_at[left.peer] = min(left.said_at, said_at.get(left.peer, math.inf))
+        due = {peer: at + self._patience_with(peer) for peer, at in said_at.items()}
+        for peer, (_, asked_at) in self.opening.items():
+            due[peer] = min(asked_at + SILENCE_MAX_S, due.get(peer, math.inf))
+        return due
 
     # ---------------------------------------------------------------- events
 
@@ -292,14 +291,7 @@ class PairLinks:
         A half may take long over a thin line, and longer if it is said again meanwhile: each time twice as late.
         """
         effects: list[Effect] = []
-        since_when = {peer: link.sent_at for peer, link in self.held.items() if link.waits}
-        for left in self.remnants.values():
-            if left.peer in self._alive:
-                since_when[left.peer] = min(left.said_at, since_when.get(left.peer, now))
-        due = {peer: since + self._patience_with(peer) for peer, since in since_when.items()}
-        for peer, (_, asked_at) in self.opening.items():
-            due[peer] = min(asked_at + SILENCE_MAX_S, due.get(peer, math.inf))
-        for peer, at in sorted(due.items()):
+        for peer, at in sorted(self._due().items()):
             if now >= at:
                 self._counts["repeats"] += 1
                 if peer in self.opening:
