@@ -23,7 +23,7 @@ from peerd.membership.core import Membership
 from peerd.membership.table_exchange import PUSH_PULL_DEADLINE_S
 from peerd.simulation.world import Violation, World
 from peerd.training.effects import Apply, Effect, Vector
-from peerd.training.pairs.reference import PairedReference, share_of
+from peerd.training.pairs.reference import PairedReference, goes_alone, share_of
 from peerd.training.trigger import SILENCE_MAX_S
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Delta, State
@@ -151,15 +151,15 @@ class Checkers:
         if message.seq != before + 1:
             self.fail(f"{node.id} applied exchange {message.seq} with {peer} after {before}")
         self._versions[at] = message.seq
-        if corrections[0] is not None:
-            self._note_half((message.link, message.seq), corrections[0], at_end=message.finishing)
         reference = node.references.get(peer)
         if reference is None or reference.link != message.link:  # what is left of a link: its references have ended
+            self._note_half((message.link, message.seq), corrections[0], uneven=message.finishing)
             self.exchanges += self._waiting.pop((message.link, message.seq), None) is not None
             return
         assert reference.answered is not None, "it has applied this exchange"
-        share = share_of(reference.answered, message)
-        half = _half(node.id, reference, corrections[0], share, _may_be_uneven(reference.answered, message))
+        uneven = goes_alone(reference.answered, message, reference.distances)
+        self._note_half((message.link, message.seq), corrections[0], uneven=uneven)
+        half = _half(node.id, reference, corrections[0], share_of(reference.answered, message), uneven)
         other = self._waiting.pop((message.link, message.seq), None)
         if other is None:
             self._waiting[message.link, message.seq] = half
@@ -168,12 +168,14 @@ class Checkers:
             self.exchanges += 1
         self._spoke_at[node.id, peer] = (message.link, self._world.now)
 
-    def _note_half(self, exchange: tuple[int, int], correction: Vector, *, at_end: bool) -> None:
+    def _note_half(self, exchange: tuple[int, int], correction: Vector | None, *, uneven: bool) -> None:
         """One end has applied its correction; the other may never, if it dies, or by less at its run's end."""
+        if correction is None:
+            return
         other = self._half_done.pop(exchange, None)
         if other is None:
             self._half_done[exchange] = correction.copy()
-        elif at_end:
+        elif uneven:
             self._uneven = self._uneven + other.astype(np.float64) + correction
 
     def _compare(self, half: _Half, other: _Half, seq: int) -> None:
@@ -232,11 +234,6 @@ class Checkers:
         """What was decoded is what was encoded."""
         if sent != decoded:
             self.fail(f"{what}: {sent!r} became {decoded!r}")
-
-
-def _may_be_uneven(ours: Delta, theirs: Delta) -> bool:
-    """Whether one end may go further than the other."""
-    return ours.finishing and theirs.finishing and bool(ours.limits or theirs.limits)
 
 
 def _half(node: NodeId, reference: PairedReference, correction: Vector | None, share: float, uneven: bool) -> _Half:

@@ -9,7 +9,7 @@ knows of the peer's). An exchange is two halves, one from each end, under one se
 
 The end whose steps are of more samples adds less (batch_sizes.py): the mean by what the two are worth is conserved.
 Both ends scale what they add to a tensor down to the lower of the limits that come with the halves (robust.py); where
-both runs have ended and that is next to nothing, each to its own (`_scale`).
+both runs have ended and that is next to nothing, each to its own (`goes_alone`).
 
 Neither reference moves until both halves are known, so an exchange that is cut is either repeated (the half under way
 is resent, the peer answers again with its half, each is applied once) or dropped on both ends with nothing to undo.
@@ -93,18 +93,29 @@ def share_of(ours: Delta, theirs: Delta) -> float:
     return share_of_pair(Work(ours.samples, ours.steps_s), Work(theirs.samples, theirs.steps_s))
 
 
-def _scale(ours: Delta, theirs: Delta, distances: Norms, their_limits: Norms) -> Norms:
-    """What each tensor of theirs - mine is multiplied by at our end, for our correction. Norms: shape (tensors,).
+def goes_alone(ours: Delta, theirs: Delta, distances: Norms) -> bool:
+    """Whether each end goes as far as it may itself: both runs have ended, and what both allow is next to nothing.
 
-    Where both runs have ended and the other hardly may be moved any more, our end goes as far as it may itself: so one
-    that its partners have left behind comes to them, where the mean of the two would hold it away.
+    So one that its partners have left behind comes to them, where the mean of the two would hold it away.
     """
-    gain, own = min(ours.gain, theirs.gain), unpacked(ours.limits, len(distances))
-    scale = factors(gain, distances, np.minimum(own, their_limits))
-    if ours.finishing and theirs.finishing:
-        moved, least = scale * distances, PROGRESS_MIN * gain * distances
-        if moved.dot(moved) < least.dot(least):
-            scale = factors(gain, distances, own)
+    if not (ours.finishing and theirs.finishing):
+        return False
+    gain = min(ours.gain, theirs.gain)
+    moved, least = _within_both(ours, theirs, distances) * distances, PROGRESS_MIN * gain * distances
+    return bool(moved.dot(moved) < least.dot(least))
+
+
+def _within_both(ours: Delta, theirs: Delta, distances: Norms) -> Norms:
+    limits = [unpacked(half.limits, len(distances)) for half in (ours, theirs)]
+    return factors(min(ours.gain, theirs.gain), distances, np.minimum(*limits))
+
+
+def _scale(ours: Delta, theirs: Delta, distances: Norms) -> Norms:
+    """What each tensor of theirs - mine is multiplied by at our end, for our correction. Norms: shape (tensors,)."""
+    if goes_alone(ours, theirs, distances):
+        scale = factors(min(ours.gain, theirs.gain), distances, unpacked(ours.limits, len(distances)))
+    else:
+        scale = _within_both(ours, theirs, distances)
     return share_of(ours, theirs) * scale
 
 
@@ -225,7 +236,7 @@ class PairedReference:
         each_piece = partial(self._each_piece, self.under_way)
         self.distances = self._tensors.move(self.mine, each_piece, self.theirs, theirs_next)
         self._torn = False
-        scale = _scale(self.under_way, theirs, self.distances, limits)
+        scale = _scale(self.under_way, theirs, self.distances)
         self._tensors.scale(theirs_next, scale)
         self.version += 1
         self.answered = self.under_way
@@ -303,7 +314,7 @@ class Unfinished:
             theirs.codec, self.layout, theirs.chunks, self._apart, self._scratch, value_max, corrects=True
         )
         distances = tensors.norms(correction)
-        scale = _scale(self.under_way, theirs, distances, limits)
+        scale = _scale(self.under_way, theirs, distances)
         tensors.scale(correction, scale)
         self.version += 1
         self.answered = self.under_way if theirs.wants_answer else None
