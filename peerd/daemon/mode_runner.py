@@ -71,7 +71,7 @@ GIVE_WITHIN_S = 5.0  # to a newcomer, who else asks another
 TAKES = (TrainerPhase.TRAINING, TrainerPhase.FINISHING)  # when a trainer takes corrections
 TAKEN_MAX_S = 5.0  # for which this peer's other messages wait, too; a stream that stands for 10 s is thought broken
 WAITING_MAX = 1024  # events for the compute thread
-SHORT_MAX = 1 << 18  # values of a model: an event takes 1 to 2 ms, most of them the interpreter's
+SHORT_MAX = 1 << 18  # values of a model: an exchange's event takes 1 to 2 ms, mostly the interpreter's
 MAY_SURFACE = (  # at which an error may be what a peer said earlier
     PeersChanged, Reconnected, Unreached, TimerDue, Stepped, GradientCame, TrainerGone, TrainerLost, RunStands,
     NodeLeaves, BarrierKnown,

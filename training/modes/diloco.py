@@ -96,7 +96,7 @@ class DiLoCo(AllReduce):
         if self._momentum is None:
             self._momentum = np.zeros_like(self._agreed)
         agreed, momentum = self._agreed[where], self._momentum[where]
-        if _turns_back(mean, momentum, self._layout.parameters - where.start):
+        if self._mu and _turns_back(mean, momentum, self._layout.parameters - where.start):
             momentum[:] = 0.0
             self.counts["momentum_restarts"] += 1
         for part in parts(len(mean)):  # so that no array of a step on the way is as large as a model
