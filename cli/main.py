@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from peerd.cli import INTERRUPTED_CODE, Interrupted, interrupts_end_at_once
-from peerd.cli.misuse import FAILED_CODE, UsageError, misused
+from peerd.cli.misuse import FAILED_CODE, UsageError, misused, refuse_repeats
 from peerd.cli.number_options import take_plain_numbers
 from peerd.trainer.say import say
 from peerd.transport.errors import UserError
@@ -52,6 +52,7 @@ class Verbs(TyperGroup):
                 )
             self.commands[cmd_name] = typer.main.get_group(verbs).commands[cmd_name]
             take_plain_numbers(self.commands[cmd_name])
+            refuse_repeats(self.commands[cmd_name])
             _unwrap_help(self.commands[cmd_name])
         return self.commands.get(cmd_name)
 

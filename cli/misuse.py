@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import typer
 
 from peerd.trainer.say import say
+from peerd.transport.errors import WrongSetting
 
 UsageError: Any = typer.BadParameter.__base__  # some versions of typer have a click of their own
 PEERS = "--peers"
@@ -31,3 +36,36 @@ def misused(error: Any, typed: str) -> Exception:
         said += f". Did you mean {PEERS} {number[1]}?"
     say(continued(said, f"{path} -h lists what there is"))
     return typer.Exit(FAILED_CODE)
+
+
+def refuse_repeats(command: Any) -> None:
+    """Have a typer command, and those below it, refuse what is given twice and counts once: typer takes the last."""
+    for below in getattr(command, "commands", {}).values():
+        refuse_repeats(below)
+    command.parse_args = partial(_parsed, command, command.parse_args)
+
+
+def _parsed(command: Any, parse: Any, context: Any, words: list[str]) -> Any:
+    single = {
+        spelt: option
+        for option in command.params
+        if getattr(option, "is_flag", None) is False and not option.multiple
+        for spelt in option.opts
+    }
+    twice = [name for name, times in Counter(single[one].name for one in _given(words, single)).items() if times > 1]
+    for option in command.params:
+        if option.name in twice:
+            several = "several go with commas" if "with commas" in (option.help or "") else "say it once"
+            raise WrongSetting(f"{'/'.join(option.opts)} is there twice, and takes one value: {several}", option.name)
+    return parse(context, words)
+
+
+def _given(words: list[str], single: dict[str, Any]) -> Iterator[str]:
+    """Those of the options that are typed before a --, each as often as it is."""
+    rest = takewhile("--".__ne__, words)
+    for word in rest:
+        spelt, has_value, _ = word.partition("=")
+        if spelt in single:
+            yield spelt
+            if not has_value:
+                next(rest, None)

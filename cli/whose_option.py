@@ -16,6 +16,7 @@ from peerd.cli.misuse import UsageError, continued
 from peerd.transport.errors import UserError, WrongSetting
 
 NEIGHBOURS = ("--join", "--token", "--bind", "--advertise", "--relay", "--name")  # without them it would train alone
+OURS_ALONE = ("join", "advertise", "relay", "relay_ports", "rdma_subnets", "rdma_allow_fallback", "insecure_plaintext")
 NEAR = 0.85  # of two words, as difflib measures it: --nme and --name have 0.91
 
 
@@ -50,6 +51,8 @@ class ScriptStarter(TyperCommand):
         script, after = self._script(sys.argv[2:])
         for known in self.params:
             options = _spellings(known)
+            if known.name in OURS_ALONE:  # no training script has these
+                continue
             if wrong in (known.name, *options) and (typed := [option for option in after if option in options]):
                 return continued(said, f"{typed[0]} is peerd start's: if it was meant for {script}, put it after a --")
         return said

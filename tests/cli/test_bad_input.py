@@ -80,9 +80,8 @@ START = ("start", "--bind", "127.0.0.1:0")
     [
         ("--log", "wandb", "log: 'wandb' is not one of "),
         ("--config", "c.yaml", "config c.yaml: Expected '=' after a key "),
-        ("--join", "orders.invalid", "join: cannot resolve orders.invalid:7946: "),
     ],
-    ids=["log", "config", "join"],
+    ids=["log", "config"],
 )
 def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
     machine: Machine, option: str, value: str, wrong: str
@@ -105,10 +104,10 @@ def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
         (("--view", "x"), "--view: 'x' is not a whole number"),
         (("--wait-for=x",), "--wait-for: 'x' is not a whole number"),
         (("--every", "5"), "every: without effect in mode gossip, which takes codec, trigger, view; leave it out"),
-        (("--rdma-subnet", "10.0.0.0/8"), "rdma_subnets: without effect with transport tcp; leave it out, or take "),
         (("--fresh=3",), "Option '--fresh' does not take a value"),
         (("--no-robust=3",), "Option '--no-robust' does not take a value"),
         (("--name",), "Option '--name' requires an argument"),
+        (("--name", "a", "--view=3", "--name=b"), "--name is there twice, and takes one value: say it once"),
     ],
 )
 def test_whatever_is_wrong_with_it(terminal: Terminal, wrong: tuple[str, ...], line: str) -> None:
@@ -117,8 +116,42 @@ def test_whatever_is_wrong_with_it(terminal: Terminal, wrong: tuple[str, ...], l
     for before in ((), ("--view", "3"), ("--fresh", "--bind=127.0.0.1:0")):
         terminal.refuses(hint, "start", *before, "train.py", "--lr", "0.1", *wrong)
     terminal.refuses(f"peerd: {line}", "start", "train.py", *wrong)
-    if len(wrong) == 2 or "=" in wrong[0]:  # before the script nobody means that, nor where it has one of its own
+    if len(wrong) in (2, 4) or "=" in wrong[0]:  # before the script nobody means that, nor where it has one of its own
         assert "put it after" not in terminal.refuses(line, "start", *wrong, "--", "train.py", *wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        (("--join", "orders:many"), "join: 'orders:many' is not HOST:PORT "),
+        (("--rdma-subnet", "10.0.0.0/8"), "rdma_subnets: without effect with transport tcp; leave it out, or take "),
+    ],
+)
+def test_an_option_that_no_script_has_was_meant_for_peerd(
+    terminal: Terminal, wrong: tuple[str, ...], line: str
+) -> None:
+    assert "put it after" not in terminal.refuses(f"peerd: {line}", "start", "train.py", *wrong)
+
+
+ONCE = "takes one value: say it once"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("simulate", "--mode", "gossip", "--mode=hardsync"), "--mode is there twice, and takes one value: several go"),
+        (("simulate", "--seed", "1", "--replay", "2"), f"--seed/--replay is there twice, and {ONCE}"),
+        (("demo", "--peers", "2", "--peers", "3"), f"--peers is there twice, and {ONCE}"),
+        (("reproduce", "E1", "--jobs=1", "--jobs=2"), f"--jobs is there twice, and {ONCE}"),
+        (("mode", "set", "gossip", "--view", "3", "--view", "4"), f"--view is there twice, and {ONCE}"),
+        (("start", "--name", "a", "train.py", "--name", "b"), f"--name is there twice, and {ONCE}"),
+        (("start", "--join", "x.invalid", "--join", "y.invalid"), "cannot resolve x.invalid:7946: "),
+        (("start", "nosuch.py", "--wait-for", "2", "--", "--wait-for", "3", "--wait-for", "4"), "no such script"),
+    ],
+)
+def test_what_counts_once_is_not_given_twice(terminal: Terminal, arguments: tuple[str, ...], told: str) -> None:
+    """Typer takes the last, and says nothing."""
+    terminal.refuses(told, *arguments)
 
 
 @pytest.mark.parametrize("option", ["--names", "--delay", "--kind", "--bin", "--mean", "--model"])
