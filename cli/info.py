@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import find_node, request
 
 
@@ -23,4 +21,5 @@ def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
         return
     settings = answer.pop("settings")
     for key, value in {**answer, **settings}.items():
-        typer.echo(f"{key:<20} {', '.join(value) if isinstance(value, list) else value}")
+        text = ", ".join(value) if isinstance(value, list) else str(value)
+        echo(f"{key:<20} {text or '-'}")

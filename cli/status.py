@@ -145,7 +145,7 @@ def _view(answer: dict[str, Any]) -> RenderableType:
         lines.append(Text(printable(answer["crash"])))
     lines += [Text(printable(line)) for line in _out_of_reach(answer)]
     if trainer := answer["trainer"]:
-        lines.append(Text(f"step {trainer['step']}; {answer['counts'].get(_unit(answer), 0)} {_unit(answer)}"))
+        lines.append(Text(f"step {trainer['step']}; {_counted(answer)}"))
     return Group(*lines, *([plain_table(*_links(answer))] if answer["links"] else []))
 
 
@@ -160,7 +160,7 @@ def _print_text(answer: dict[str, Any]) -> None:
         stepped = "" if ago is None or trainer["phase"] != "training" else f"; last step {_seconds(ago)} ago"
         alone = answer["no_partner_s"]
         distance = answer["consensus_distance"]
-        measured = "not measured yet: no exchange" if distance is None else f"{distance:.2%}"
+        measured = f"not measured yet: no {_unit(answer)[:-1]}" if distance is None else f"{distance:.2%}"
         echo(f"step {trainer['step']}{loss}{metrics}{stepped}")
         if why := trainer["checkpoint_failed"]:
             echo(f"no checkpoint written {why}")
@@ -182,9 +182,7 @@ def _print_text(answer: dict[str, Any]) -> None:
         echo(f"nobody can dial this node: no relay for {_seconds(lost)}; the log says why")
     if relayed := answer["relayed_bytes"]:
         echo(f"relay of {', '.join(answer['relayed_for']) or 'nobody now'}; {size(relayed)} passed on")
-    unit = _unit(answer)
-    many = answer["counts"].get(unit, 0)
-    echo(f"{many} {unit if many != 1 else unit[:-1]} since this mode began")
+    echo(f"{_counted(answer)} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
         why = "a crash, or too many absent partners, may have taken a part of the models' mean"
         echo(f"{cut} exchange{'s' * (cut != 1)} cut: {why}")
@@ -218,7 +216,13 @@ def _out_of_reach(answer: dict[str, Any]) -> list[str]:
 
 
 def _unit(answer: dict[str, Any]) -> str:
-    return "rounds" if answer["counts"].get("rounds") else "exchanges"  # of a mode that has rounds a link counts those
+    return "rounds" if "rounds" in answer["counts"] else "exchanges"  # of a mode that has rounds a link counts those
+
+
+def _counted(answer: dict[str, Any]) -> str:
+    unit = _unit(answer)
+    many = answer["counts"].get(unit, 0)
+    return f"{many} {unit if many != 1 else unit[:-1]}"
 
 
 def _links(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -236,12 +240,13 @@ def _links(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _histogram(staleness: dict[int, int]) -> list[list[str]]:
-    """At most BARS rows, of as many values of staleness each."""
+    """At most BARS rows, of as many values of staleness each; none of those that no push had."""
     width, pushes = 1 + max(staleness) // BARS, sum(staleness.values())
     rows = []
     for low in range(0, max(staleness) + 1, width):
-        count = sum(staleness.get(age, 0) for age in range(low, low + width))
-        rows.append([f"{low}" if width == 1 else f"{low} to {low + width - 1}", str(count), f"{count / pushes:.1%}"])
+        if count := sum(staleness.get(age, 0) for age in range(low, low + width)):
+            ages = f"{low}" if width == 1 else f"{low} to {low + width - 1}"
+            rows.append([ages, str(count), f"{count / pushes:.1%}"])
     return rows
 
 

@@ -153,6 +153,7 @@ class Rounds:
         self._settings = settings
         self._contribute = contribute
         self._counts = counts
+        counts["rounds"] += 0  # who reads them sees from the start what this mode counts in
         self._differences = differences
         self._gradients = settings.exchange == GRADIENTS
         of_gradients = layout.gradients

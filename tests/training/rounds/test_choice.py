@@ -84,6 +84,11 @@ def trained() -> RoundSwarm:
     return swarm
 
 
+def test_what_works_in_rounds_counts_them_before_the_first() -> None:
+    """`peerd status` names by it what a mode counts in."""
+    assert {name: node.core.counts.get("rounds") for name, node in trained().nodes.items()} == dict.fromkeys("abc", 0)
+
+
 def step_all(swarm: RoundSwarm, move: np.ndarray[tuple[int], np.dtype[np.float64]], times: int = 60) -> None:
     for _ in range(times):
         for name in sorted(swarm.nodes):
