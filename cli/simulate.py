@@ -336,7 +336,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     rows |= _faults(result)
     rows["false deaths"] = f"{result['false_deaths']}"
     if result["crashes"]:
-        rows["crashes"] = f"{result['crashes']} (99 % knew of {result['crashes_detected']})"
+        rows["crashes"] = f"{result['crashes']} ({result['crashes_detected']} known to nearly all)"
     if result["detection_median_s"] is not None:
         rows["known after"] = f"{result['detection_median_s']:.1f} s (median)"
         rows["at most"] = f"{result['detection_p99_s']:.1f} s (p99)"
