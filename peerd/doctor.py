@@ -32,10 +32,9 @@ from peerd.security.outlook import credentials, outlook
 from peerd.security.token import Token
 from peerd.settings import Settings, is_loopback, parse_address, where_to_listen
 from peerd.training.kernels import library
-from peerd.transport import speed
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.errors import PeerError, UserError, cause
-from peerd.transport.hello import Refused
+from peerd.transport.hello import Refused, measured
 from peerd.transport.ids import Address, is_ip, shown
 from peerd.transport.printable import printable
 from peerd.transport.secure.credentials import Credentials
@@ -55,6 +54,8 @@ OF_REFUSALS = {
     "authority": "--token with what peerd token prints on a member of that swarm",
     "certificate": "look at the clocks of both machines",
     "encryption": "--insecure-plaintext on all nodes, or on none",
+    "revoked": "another --name, and a new token",
+    "issuer": "a new token",
 }
 """The field in which two ends differ, and its cure."""
 IPV6 = Path("/proc/net/if_inet6")
@@ -327,23 +328,24 @@ def _hangs_up(probe: socket.socket) -> bool:
 
 
 def _speed(peer: Address, mine: Credentials | None) -> Finding:
-    async def measured() -> Finding:
+    async def looked() -> Finding:
         async with trio.open_nursery() as nursery:
             try:
                 connection = await TcpTransport(nursery, credentials=mine).dial(peer)
                 try:
-                    rate = await speed.measure(connection)
+                    rate = await measured(connection)
                 finally:
                     await connection.aclose()
             except (ConnectionLost, PeerError) as error:
-                field = error.field if isinstance(error, Refused) else ""
-                cure = OF_REFUSALS.get(field, "is it a node of this version of peerd?")
-                return Finding("peer", "note", f"no speed measured: {error}", cure)
+                cure = "is it a node of this version of peerd?"
+                if isinstance(error, Refused):  # a start would end by it
+                    return Finding("peer", "fail", printable(str(error)), OF_REFUSALS.get(error.field, cure))
+                return Finding("peer", "note", f"no speed measured: {printable(str(error))}", cure)
             finally:
                 nursery.cancel_scope.cancel()
         return Finding("peer", "ok", f"{shown(peer)}: {8e-6 * rate:.1f} Mbit/s from there to here over TCP")
 
-    return trio.run(measured)
+    return trio.run(looked)
 
 
 def _resolved(host: str) -> str | None:

@@ -51,10 +51,7 @@ async def greet(connection: Connection, hello: Hello) -> Welcome:
             check_identity(connection, answer.node)
             return answer
         if isinstance(answer, Refuse):
-            text = (
-                f"{connection.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
-            )
-            raise Refused(text, answer)
+            _raise_refused(connection, answer)
         _unexpected(connection, answer)
     except BaseException:
         await connection.aclose()
@@ -128,6 +125,21 @@ def check_identity(connection: Connection, node: NodeId) -> None:
         raise PeerError(
             f"{connection.remote}: it says that it is {node}, and its certificate that it is {connection.identity}"
         )
+
+
+async def measured(connection: Connection) -> float:
+    """The bytes a second that come from the peer, as `speed.measure` has it; raises Refused where it refuses us."""
+    try:
+        return await speed.measure(connection)
+    except speed.NoSample as error:
+        if isinstance(error.message, Refuse):
+            _raise_refused(connection, error.message)
+        raise
+
+
+def _raise_refused(connection: Connection, answer: Refuse) -> NoReturn:
+    text = f"{connection.remote} refused this node: its {answer.field} is {answer.here!r}, ours {answer.there!r}"
+    raise Refused(text, answer) from None
 
 
 @contextmanager

@@ -22,6 +22,14 @@ SAMPLES_MAX = MEASURE_BYTES // SAMPLE_BYTES + UNDER_WAY
 LOOK_S = 0.01  # on a slow line a sample takes long: what has come of it counts
 
 
+class NoSample(PeerError):
+    """The other end has said something else: why it measures nothing with us, where that is a Refuse."""
+
+    def __init__(self, connection: Connection, message: Message) -> None:
+        self.message = message
+        super().__init__(f"{connection.remote}: a {type(message).__name__} is no sample")
+
+
 @cache
 def _sample() -> SpeedSample:
     """What a request is answered with: nothing that a tunnel could compress."""
@@ -45,8 +53,8 @@ async def serve(connection: Connection) -> Message:
 async def measure(connection: Connection) -> float:
     """Return the bytes a second that come from the peer; the connection was not greeted and is of no other use.
 
-    The first half of the looks is TCP's to find its pace. Raises ConnectionLost or PeerError with it, PeerError when
-    nothing comes.
+    The first half of the looks is TCP's to find its pace. Raises ConnectionLost or PeerError with it, NoSample when
+    something else comes, PeerError when nothing does.
     """
     connection.payload_limit = SAMPLE_BYTES
     for _ in range(UNDER_WAY):
@@ -55,7 +63,7 @@ async def measure(connection: Connection) -> float:
     while looks[-1][0] < looks[0][0] + MEASURE_S and looks[-1][1] < MEASURE_BYTES:
         with trio.move_on_after(LOOK_S) as look:
             if not isinstance(message := await connection.receive(), SpeedSample):
-                raise PeerError(f"{connection.remote}: a {type(message).__name__} is no sample")
+                raise NoSample(connection, message)
         if not look.cancelled_caught:
             await connection.send(SpeedRequest())
         looks.append((trio.current_time(), connection.bytes_received))

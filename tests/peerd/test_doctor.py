@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,13 +22,14 @@ from ucx_here import needs_ucx
 from peerd import doctor
 from peerd.carriers import Finding, rdma_check
 from peerd.local.node_key import NodeKey
-from peerd.security import authority_folder, wall_clock
+from peerd.security import authority, authority_folder, wall_clock
 from peerd.security.trust import Trust
 from peerd.settings import Settings
 from peerd.training.kernels import library as kernels
 from peerd.transport import hello, speed
 from peerd.transport.connection import Connection
 from peerd.transport.errors import UserError
+from peerd.transport.ids import shown
 from peerd.transport.messages import Welcome
 from peerd.transport.rdma import ucx
 from peerd.transport.tcp import TcpTransport
@@ -168,6 +171,17 @@ def member() -> Trust:
 def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_loopback: bool, sealed: bool) -> None:
     monkeypatch.setattr(speed, "MEASURE_BYTES", 32 << 20)  # and not by time: a busy machine sends nothing for long
     monkeypatch.setattr(ipaddress.IPv4Address, "is_loopback", is_loopback)  # a listener is stricter with other hosts
+    with a_node(member() if sealed else None) as address:
+        _, measured = found(Settings(join=(address,), insecure_plaintext=not sealed), "peer")
+    assert measured.state == "ok"
+    rate = re.search(r"([0-9.e+]+) Mbit/s", measured.found)
+    assert rate is not None
+    assert float(rate[1]) > 0
+
+
+@contextmanager
+def a_node(who: Trust | None) -> Iterator[str]:
+    """Yields its address."""
     give: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     taken = threading.Event()
 
@@ -178,7 +192,7 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_l
                 await connection.shake_hands()
                 await hello.answer(connection, lambda _: None, Welcome("id", "name", 1))
 
-            transport = TcpTransport(nursery, credentials=member() if sealed else None)
+            transport = TcpTransport(nursery, credentials=who)
             give.put(await nursery.start(transport.listen, ("127.0.0.1", 0), answered))
             await trio.to_thread.run_sync(taken.wait)
             nursery.cancel_scope.cancel()
@@ -186,15 +200,32 @@ def test_the_speed_of_the_line_from_a_node(monkeypatch: pytest.MonkeyPatch, is_l
     thread = threading.Thread(target=trio.run, args=(node,))
     thread.start()
     try:
-        host, port = give.get(timeout=10)
-        _, measured = found(Settings(join=(f"{host}:{port}",), insecure_plaintext=not sealed), "peer")
+        yield shown(give.get(timeout=10))
     finally:
         taken.set()
         thread.join()
-    assert measured.state == "ok"
-    rate = re.search(r"([0-9.e+]+) Mbit/s", measured.found)
-    assert rate is not None
-    assert float(rate[1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("plain", "told", "cure"),
+    [
+        (False, "its certificate is of another authority", "--token with what peerd token prints on a member of that "),
+        (
+            True,
+            "refused this node: its encryption is 'on', ours 'off'",
+            "--insecure-plaintext on all nodes, or on none",
+        ),
+    ],
+)
+def test_a_member_that_will_not_have_this_node_is_a_failure(plain: bool, told: str, cure: str) -> None:
+    """As with `peerd start`, which would end by it."""
+    key = NodeKey.generate()
+    other = authority.generate(wall_clock.now())
+    with a_node(Trust(key, other.issue_own(key, wall_clock.now()), [other.certificate])) as address:
+        _, refusal = found(Settings(join=(address,), insecure_plaintext=plain), "peer")
+    assert refusal.state == "fail"
+    assert told in refusal.found
+    assert refusal.cure.startswith(cure)
 
 
 def test_no_ucx_harms_only_who_wants_rdma(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from connection_ends import met, receive_a
 from peerd.transport import patience, speed
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import PeerError
-from peerd.transport.hello import Refused, answer, first_difference, greet
+from peerd.transport.hello import Refused, answer, first_difference, greet, measured
 from peerd.transport.memory import MemoryNetwork
-from peerd.transport.messages import Hello, Message, Ping, Refuse, SpeedRequest, SpeedSample, Welcome
+from peerd.transport.messages import NO_TLS, Hello, Message, Ping, Refuse, SpeedRequest, SpeedSample, Welcome
 
 pytestmark = pytest.mark.trio(clock="autojump")
 
@@ -230,6 +230,9 @@ async def test_a_line_is_measured_by_what_comes_in() -> None:
     assert rate == pytest.approx(10 * speed.SAMPLE_BYTES, rel=0.15)
     other, _ = await note_incarnation(speed.measure, lambda connection: connection.send(SpeedRequest()))
     assert "no sample" in str(other)
+    refused, _ = await note_incarnation(measured, lambda connection: connection.send(NO_TLS))
+    assert isinstance(refused, Refused)
+    assert (refused.field, refused.here, refused.there) == ("encryption", "off", "on")
     silent, _ = await note_incarnation(speed.measure, lambda connection: trio.sleep(5))
     assert isinstance(silent, PeerError)
     assert "does not answer" in str(silent)
