@@ -301,7 +301,8 @@ class Daemon:
         if refusal.field in THEIR_SWARM:
             LOGGER.warning("%s; a member listened there, and does no more", refusal)
             return
-        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer)
+        differs = (refusal.field, refusal.here, refusal.there)
+        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer, differs=differs)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         self._hear_proof(refusal)

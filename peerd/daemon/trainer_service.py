@@ -93,6 +93,7 @@ class TrainerService:
         self.layout: Layout | None = None
         self._status: TrainerStatus | None = None
         self.fatal: str | None = None  # why this node cannot be part of its swarm
+        self._differs: tuple[str, ...] = ()  # for what a donor has refused this newcomer
         self.failed = trio.Event()
         self.snapshots = 0
         self.attaches = 0
@@ -214,13 +215,20 @@ class TrainerService:
         lives = member is not None and member.state <= State.SUSPECT
         return lives and limit.admits(sender, trio.current_time())
 
-    def on_refused(self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None) -> None:
+    def on_refused(
+        self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None, differs: tuple[str, ...] = ()
+    ) -> None:
         """A peer will not have us. Before we are part of the swarm that is our own failure.
 
-        Unless it is only one of several that have a model: then another one is asked.
+        Unless it is only one of several that have a model: then another one is asked, and said to refuse us, too, only
+        where that is for something else; `differs` says for what.
         """
-        if self.meta.ready or not newcomer or (peer is not None and self._catch_up.others_after(peer)):
+        if self.meta.ready or not newcomer:
             LOGGER.warning("%s", refusal)
+        elif peer is not None and self._catch_up.others_after(peer):
+            if not differs or differs != self._differs:
+                LOGGER.warning("%s", refusal)
+            self._differs = differs
         elif self.fatal is None:
             self.fatal = str(refusal)
             self.failed.set()

@@ -373,6 +373,18 @@ async def test_one_donor_that_refuses_ends_no_newcomer(tmp_path: Path) -> None:
     assert node.side.failed.is_set()
 
 
+async def test_what_all_donors_refuse_a_newcomer_for_is_said_once_before_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(tmp_path, join=("10.0.0.1",))
+    for name in "abcd":
+        node.member(name, READY)
+    for name, of in (("a", "other"), ("b", "other"), ("c", "third"), ("d", "other")):
+        node.side.on_refused(PeerError(f"{name}: {of}"), newcomer=True, peer=name, differs=("model", of, "ours"))
+    assert lines(caplog) == ["a: other", "c: third"]
+    assert node.side.fatal == "d: other"
+
+
 async def test_a_donor_gives_the_model_of_its_next_step_once_however_often_it_is_asked(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.member("newcomer", NEW)
