@@ -9,6 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from peerd.process.threads import in_thread
 from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
 from peerd.training.kernels.cores import spread, to_spare
+from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
 from peerd.transport.messages import Member
@@ -43,6 +45,7 @@ LOOK_AT_CHECKPOINT_S = 0.25
 AWAITED_LONG_S = 2.0  # then whoever waits is told
 LOOK_AT_TRAINER_S = 1.0
 TWICE_S = 0.5
+RANK = "THEIR_RANK"  # as others are told to join
 
 Attach = Callable[[LocalConnection, dict[str, Any]], Awaitable[None]]
 
@@ -212,7 +215,7 @@ async def _say_what_is_awaited(daemon: Daemon) -> None:
         await trio.sleep(AWAITED_LONG_S)
         if daemon.ending != said:
             said = daemon.ending
-            LOGGER.info("waiting for %s; another Ctrl-C or SIGTERM ends it without", said)
+            LOGGER.info("waiting for %s; Ctrl-C or SIGTERM now ends this node without it", said)
 
 
 def _watch_of_checkpoint(daemon: Daemon) -> Callable[[], Awaitable[bool]]:
@@ -365,6 +368,19 @@ async def _watch_signals(
 # ----------------------------------------------------------------------------------------------------------- the log
 
 
+def _of_another(command: list[str]) -> list[str]:
+    """What another node runs: with the same --rank, a task's default too, it would make the same batches once more."""
+    words = [
+        RANK if before == "--rank" else f"--rank={RANK}" if word.startswith("--rank=") else word
+        for before, word in pairwise(["", *command])
+    ]
+    if command and command[0] in TASKS:
+        said = {word.partition("=")[0] for word in command}
+        for option, value in (("--rank", RANK), ("--peers", os.environ.get("PEERD_PEERS", "HOW_MANY"))):
+            words += [] if option in said else [option, value]
+    return words
+
+
 def _announce(settings: Settings, bound: Address, reached: Address, command: list[str], *, issues: bool) -> None:
     where, local = shown(reached), is_loopback(bound[0]) and is_loopback(reached[0])
     elsewhere = settings.advertise or settings.relay
@@ -378,7 +394,8 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []
         options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
-        words = [*command, *options] if len(command) <= 1 else [*options, "--", *command]
+        theirs = _of_another(command)
+        words = [*theirs, *options] if len(theirs) <= 1 else [*options, "--", *theirs]
         on = "" if issues else " on the swarm's first node"  # one that was let in, and that asks nobody now
         cure = "" if "TOKEN" not in options else f"; peerd token{on} prints the TOKEN"
         LOGGER.info("listening on %s; others join with: peerd start %s%s", here, shlex.join(words), cure)

@@ -183,7 +183,7 @@ def test_a_last_checkpoint_that_takes_long_is_waited_for(machine: Machine) -> No
     assert (left.returncode, left.stdout) == (0, "n has left\n")
     assert "n is leaving, and waits for the script's last checkpoint\n" in left.stderr
     assert node.end() == 0
-    node.says("waiting for the script's last checkpoint; another Ctrl-C or SIGTERM ends it without")
+    node.says("waiting for the script's last checkpoint; Ctrl-C or SIGTERM now ends this node without it")
     assert [*(machine.state / "peerd" / "n" / "checkpoints").glob("step-*/manifest.json")]
 
 
