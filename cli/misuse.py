@@ -32,6 +32,7 @@ def misused(error: Any, typed: str) -> Exception:
         own: Exception = error
         return own
     options = [option for known in error.ctx.command.params for option in known.opts] if error.ctx is not None else []
+    said = said.replace("Value error, ", "").replace("Input should be", "it must be")  # pydantic's, of some typers
     if (number := re.search(r"extra argument\S* \((\d+)\)$", said)) and PEERS in options:
         said += f". Did you mean {PEERS} {number[1]}?"
     say(continued(said, f"{path} -h lists what there is"))

@@ -294,8 +294,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
         "virtual time": f"{result['virtual_seconds']:,.1f} s",
         "simulated in": f"{result['seconds']:.1f} s",
         "steps of a node": f"{result['steps']:,} ({result['steps_least']:,} to {result['steps_most']:,})",
-        "exchanges": f"{result['exchanges']:,}",
-        "rounds": f"{result['rounds']:,}",
+        **{unit: f"{result[unit]:,}" for unit in ("exchanges", "rounds") if result[unit]},  # a mode has one of them
         "traffic": size(result["bytes_sent_total"]),
         "of each node": size(result["bytes_sent_total"] / result["peers"]),
     }

@@ -133,6 +133,12 @@ def test_an_option_that_no_script_has_was_meant_for_peerd(
     assert "put it after" not in terminal.refuses(f"peerd: {line}", "start", "train.py", *wrong)
 
 
+def test_what_reads_an_option_is_not_named(terminal: Terminal) -> None:
+    said = terminal.refuses("'xml' is not one of 'text'", "status", "--format", "xml")
+    assert "Value error" not in said
+    assert "Input should" not in terminal.refuses("Invalid value for '--peers': ", "simulate", "--peers", "1")
+
+
 ONCE = "takes one value: say it once"
 
 

@@ -140,6 +140,8 @@ def test_two_modes_with_crashes_stand_beside_each_other_in_80_columns() -> None:
     words = ["simulate", "--peers", "4", "--steps", "60", "--mode", "gossip,allreduce"]
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, words, catch_exceptions=False).stdout
     assert re.search(r"^ +gossip +allreduce *$", shown, re.MULTILINE)
+    assert re.search(r"^exchanges +[1-9]\d* +- *$", shown, re.MULTILINE)
+    assert re.search(r"^rounds +- +[1-9]\d* *$", shown, re.MULTILINE)
     assert re.search(r"^crashes +\d+ +\d+ *$", shown, re.MULTILINE)
     assert re.search(r"^faults +crash +crash *$", shown, re.MULTILINE)
 
