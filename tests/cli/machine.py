@@ -188,7 +188,8 @@ class Machine:
     ) -> Node:
         """`peerd start --name NAME --bind 127.0.0.1:0 ARGUMENTS`; what it says goes to `output` (its own log)."""
         seed = join.address if isinstance(join, Node) else join
-        flags = ["--name", name, *(["--join", seed] if seed else []), "--log", "human"]
+        flags = [*(["--join", seed] if seed else []), "--log", "human"]
+        flags += [] if "--name" in arguments else ["--name", name]
         flags += [] if "--bind" in arguments else ["--bind", "127.0.0.1:0"]
         command = [*PEERD, "start", *flags, *map(str, arguments)]
         return self.spawn(name, command, output=output, **environment)
