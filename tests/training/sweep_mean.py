@@ -289,7 +289,7 @@ class LedgerSwarm(GossipSwarm):
             if hasattr(core, "_links")
         ]
         held = [link.reference for core in cores for link in core._links.held.values()]
-        return sum(not reference.settled for reference in held) + sum(len(core._links.remnants) for core in cores)
+        return sum(not reference.settled for reference in held) + sum(len(core._links.ended.remnants) for core in cores)
 
     def _is_doubled(self, seq: int, exchange: Exchange, *, someone_is_dead: bool) -> bool:
         """Whether a push between living ends was taken, and taken back, which is counted. Raises Broken."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from sweep_mean import MODES, Broken, LedgerSwarm, quick, run
 
-from peerd.training.pairs.links import PairLinks
+from peerd.training.pairs.ended import EndedLinks
+from peerd.training.pairs.reference import PairedReference
 
 SEEDS = 8
 ONCE_BROKEN = [
@@ -36,13 +37,11 @@ def test_what_was_broken_once_is_kept(replay: str) -> None:
 def test_an_exchange_that_one_end_alone_applied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was when a link that was let go left nothing behind."""
 
-    def forget(self: PairLinks, peer: str) -> int:
-        reference = self.held.pop(peer).reference
+    def forget(self: EndedLinks, peer: str, reference: PairedReference) -> None:
         reference.cancel()
-        self._remember(reference.link, reference.version)
-        return reference.link
+        self.remember(reference.link, reference.version)
 
-    monkeypatch.setattr(PairLinks, "_let_go", forget)
+    monkeypatch.setattr(EndedLinks, "let_go", forget)
     monkeypatch.setattr("sweep_mean.ROBUST", 0.0)  # all of the one exchange is to be seen
     with quick():
         swarm = LedgerSwarm("gossip", 2, 1, "float32", 0)

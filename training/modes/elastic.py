@@ -45,7 +45,7 @@ from peerd.training.mode import LinkedMode, LinkStatus, ModeMaker, not_finite
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.model.quiet import EVERY_STEP, Quiet
 from peerd.training.modes.gossip import Gossip
-from peerd.training.pairs.links import PairLink
+from peerd.training.pairs.link import PairLink
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.pairs.robust import CentreAllowances
 from peerd.training.plain_numbers import number

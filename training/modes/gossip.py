@@ -28,7 +28,8 @@ from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.codec_choice import CodecChoice
 from peerd.training.pairs.duration import COARSE, StepTime
 from peerd.training.pairs.graylist import Graylist
-from peerd.training.pairs.links import PairLink, PairLinks
+from peerd.training.pairs.link import PairLink
+from peerd.training.pairs.links import PairLinks
 from peerd.training.pairs.nearness import SEED, can_be_said, heard
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
 from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of, unpacked
@@ -311,7 +312,7 @@ class Gossip(PartneredMode[PairLink]):
 
     def _completed(self, link: PairLink, theirs: Delta, values: Vector, both: Exchanged, now: float) -> list[Effect]:
         correction = both.correction
-        self._links.answered(link.peer, now - link.began_at)
+        self._links.reminders.answered(link.peer, now - link.began_at)
         link.distance = link.reference.distance()
         norm, length = self._sample.refresh_with_sum(link.anchor, values, correction)
         link.anchor_norm = math.sqrt(norm)
@@ -369,7 +370,7 @@ class Gossip(PartneredMode[PairLink]):
         if both is None:
             return effects
         self.counts["exchanges"] += 1
-        self._links.answered(sender, math.inf)
+        self._links.reminders.answered(sender, math.inf)
         self._allowances.spent(sender, both.moved, both.distances)
         self._lend(both.correction)
         effects.append(Apply(both.correction))

@@ -13,7 +13,7 @@ from collections import Counter
 
 from peerd.training.codecs.concentration import RecentConcentration
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, StepTime
-from peerd.training.pairs.links import PairLink
+from peerd.training.pairs.link import PairLink
 
 CYCLE, CYCLE_CONCENTRATED = 2, 3
 """Of so many exchanges over a link one is by COARSE. Of three, pictures need a seventh fewer bytes, and a transformer,

@@ -11,7 +11,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.codecs.compress import RAW, unpack
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.modes.gossip import Gossip
-from peerd.training.pairs.links import PairLink
+from peerd.training.pairs.link import PairLink
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import CHUNK_VALUES, Chunks, Delta
 

@@ -22,7 +22,9 @@ from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import EVERY_STEP, gossip
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
-from peerd.training.pairs.links import CAME, OPENED_MAX, REMINDERS, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.link import CAME, TRANSITIONS, WENT, LinkState
+from peerd.training.pairs.links import OPENED_MAX
+from peerd.training.pairs.reminders import REMINDERS
 from peerd.training.pairs.robust import RATE
 from peerd.training.trigger import SILENCE_MAX_S, WAKE_AFTER_S
 from peerd.transport.errors import PeerError
@@ -124,7 +126,7 @@ def test_what_is_left_of_many_links_to_a_tiny_model_is_kept() -> None:
             swarm.step(other, swarm.rng.normal(size=40))
             swarm.declare_dead(one, {other} - {one})
             swarm.settle()
-            left = (node.core._links.remnants.values() for node in swarm.nodes.values())
+            left = (node.core._links.ended.remnants.values() for node in swarm.nodes.values())
             most = max(most, *(sum(remnant.unfinished.models for remnant in each) for each in left))
     assert most > 6
     swarm.calm()
@@ -169,7 +171,7 @@ def test_however_a_link_ends_an_exchange_is_applied_on_both_ends_or_on_neither(
     assert_references_agree(swarm)
     for node in swarm.nodes.values():
         assert not node.core.under_way
-        assert not node.core._links.remnants
+        assert not node.core._links.ended.remnants
         assert not node.core.counts["exchanges_cut"]
 
 
@@ -253,10 +255,10 @@ def test_what_is_left_of_links_is_bounded_and_what_makes_room_is_counted(monkeyp
         swarm.step("a", np.ones(400))
         swarm.lose("a", other)
         swarm.peers("a", {"a"})
-    models = sum(remnant.unfinished.models for remnant in core._links.remnants.values())
+    models = sum(remnant.unfinished.models for remnant in core._links.ended.remnants.values())
     assert len(core.references()) <= 2, "a view's worth, and the link that was the last"
     assert models <= 8, "twice what a view's worth of links takes"
-    assert core.counts["exchanges_cut"] == len(others) - len(core.references()) - len(core._links.remnants)
+    assert core.counts["exchanges_cut"] == len(others) - len(core.references()) - len(core._links.ended.remnants)
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
@@ -729,7 +731,7 @@ def test_who_never_answers_keeps_no_place_for_ever_and_may_still_answer() -> Non
     swarm.peers("a", {"b", "c"})
     links = swarm.nodes["a"].core._links
     (silent,) = links.opening
-    (number, _), other = links.opening[silent], "bc"[silent == "b"]
+    number, other = links.opening[silent].number, "bc"[silent == "b"]
     for _ in range(REMINDERS):
         assert links.expects_more(swarm.now)
         assert list(links.opening) == [silent]

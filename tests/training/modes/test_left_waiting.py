@@ -255,7 +255,7 @@ def test_a_run_that_begins_while_the_last_one_ends_keeps_its_steps(overlap: str,
 @pytest.mark.parametrize(
     ("mode", "kept"),
     [
-        ("gossip", "_allowances._peers"), ("gossip", "_links._reminded"), ("elastic", "_centre._allowances._said"),
+        ("gossip", "_allowances._peers"), ("gossip", "_links.opening"), ("elastic", "_centre._allowances._said"),
         ("gossip-push", "_answers._repeats"), ("gossip-pull", "_copies.outgoing"),
         ("softsync:4", "_leadership.shards.0.server.limits._last"),
     ],

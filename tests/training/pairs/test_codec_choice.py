@@ -12,7 +12,7 @@ from peerd.training.codecs.concentration import CONCENTRATED, RECENT
 from peerd.training.codecs.vector import Layout
 from peerd.training.pairs.codec_choice import CYCLE, CYCLE_CONCENTRATED, SPARSE_WORTH, STEPS_MAX, CodecChoice
 from peerd.training.pairs.duration import BY_BYTES, COARSE, SPARSE, STEPS, TIMES, Durations, StepTime
-from peerd.training.pairs.links import LinkState, PairLink
+from peerd.training.pairs.link import LinkState, PairLink
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.scratch import Scratch
 

@@ -159,7 +159,7 @@ def test_a_sketch_that_overtakes_the_start_of_its_link_ends_nothing() -> None:
     swarm = GossipSwarm(2, SIZE, "sign")
     swarm.everyone_alive()
     core = swarm.nodes["a"].core
-    number, _ = core._links.opening["b"]
+    number = core._links.opening["b"].number
     early = LinkSketch(number, 1, 0, True, False, bytes(8 * WIDTH))
     assert core.on_message("b", early, swarm.now) == []
     (effect,) = core.on_message("b", LinkSketch(number + 1, 1, 0, True, False, bytes(8 * WIDTH)), swarm.now)
