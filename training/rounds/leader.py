@@ -143,34 +143,17 @@ class Leader:
 
     def decide(self, everyone: frozenset[NodeId], pace: Pace, now: float) -> list[Order]:
         """What to tell whom now."""
-        reports = {id: report for id, report in sorted(self._reports.items()) if id in everyone}
         limit_s = patience_s(pace)
         if self.waits and now - self._looked_at > STOOD_SHARE * limit_s:
             self._awake_since = now
         self._looked_at = now
+        reports = self._reports_of(everyone)
         orders = self._late_commits(reports)
         if self.begun is not None:
-            survivors = [id for id in self.begun.roster if self._survives(id, reports)]
-            held = bool(survivors) and all(_holds(reports[id], self.begun.attempt) for id in survivors)
-            is_void = held and any(report.is_void for report in self._said.values())
-            if held and not is_void:
-                return orders + self._commit(self.begun, survivors, pace, now)
-            stuck, cut = self._is_stuck(self.begun, limit_s, now), self._note_cut(self.begun, reports, pace, now)
-            if not is_void and len(survivors) == len(self.begun.roster) and not (stuck or cut):
-                late = [id for id in survivors if reports[id].attempt < self.begun.attempt]
-                return orders + self._tell(late, self.begun)
-            self._shuffle = stuck or cut  # other neighbours may reach each other
-            left = is_void or len(survivors) < sum(id in reports for id in self.begun.roster)  # it lives
-            self._fell_apart += left
-            self._final_misses += cut and self.begun.final and not stuck
-            silent = self._unheard(self.begun, reports, limit_s, now) if stuck else set()
-            for id in silent:
-                del reports[id], self._reports[id]
-            self._done_without |= silent
-            if stuck or (left and self._fell_apart >= MISSES_MAX):
-                self._culprits.failed(self.begun.roster, limit_s, now)
-                self._final_misses += self.begun.final
+            if (told := self._go_on(self.begun, reports, pace, now)) is not None:
+                return orders + told
             self.begun = None
+            reports = self._reports_of(everyone)
         self._silent = {id: self._silent.get(id, now) for id in everyone - reports.keys()}
         self._owing = {id: self._owing.get(id, now) for id in self._owe(reports)}
         waited = [*self._silent.items(), *self._owing.items()]
@@ -179,6 +162,43 @@ class Leader:
             commits = self._unfinished_commit(reports)
             orders += self._begin(reports, pace, now) if commits is None else commits
         return orders
+
+    def _reports_of(self, everyone: frozenset[NodeId]) -> dict[NodeId, RoundReport]:
+        return {id: report for id, report in sorted(self._reports.items()) if id in everyone}
+
+    def _go_on(
+        self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float
+    ) -> list[Order] | None:
+        """Commit this attempt, or wait for its end; None: it has failed."""
+        survivors = [id for id in begun.roster if self._survives(id, reports)]
+        held = bool(survivors) and all(_holds(reports[id], begun.attempt) for id in survivors)
+        is_void = held and any(report.is_void for report in self._said.values())
+        if held and not is_void:
+            return self._commit(begun, survivors, pace, now)
+        stuck, cut = self._is_stuck(begun, patience_s(pace), now), self._note_cut(begun, reports, pace, now)
+        if not is_void and len(survivors) == len(begun.roster) and not (stuck or cut):
+            late = [id for id in survivors if reports[id].attempt < begun.attempt]
+            return self._tell(late, begun)
+        left = is_void or len(survivors) < sum(id in reports for id in begun.roster)  # it lives
+        self._note_failure(begun, reports, patience_s(pace), now, left=left, stuck=stuck, cut=cut)
+        return None
+
+    def _note_failure(
+        self, begun: RoundBegin, reports: dict[NodeId, RoundReport], limit_s: float, now: float,
+        *, left: bool, stuck: bool, cut: bool,
+    ) -> None:  # fmt: skip
+        """Of an attempt that a living member has left, that comes no further, or that needs a broken line."""
+        self._shuffle = stuck or cut  # other neighbours may reach each other
+        self._fell_apart += left
+        self._final_misses += cut and begun.final and not stuck
+        if stuck:
+            silent = self._unheard(begun, reports, limit_s, now)
+            for id in silent:
+                del self._reports[id]
+            self._done_without |= silent
+        if stuck or (left and self._fell_apart >= MISSES_MAX):
+            self._culprits.failed(begun.roster, limit_s, now)
+            self._final_misses += begun.final
 
     def _is_stuck(self, begun: RoundBegin, limit_s: float, now: float) -> bool:
         """Nobody has come further for so long; or one alone says so, for longer than the last of a chain may lag."""
@@ -308,6 +328,24 @@ class Leader:
         late -= self._done_without
         final = not late and all(report.finished for report in reports.values())
         reports = self._without_culprits(reports, pace, now, final=final)
+        roster, way = self._roster(reports, pace, final=final)
+        if not self._is_wanted(roster, reports, final=final):
+            self._wanted_at = None
+            return []
+        idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
+        if late or self._waits_for(idle, pace, now):
+            return []
+        self._left_behind = idle
+        self.begun = self._order(roster, way, reports, newest + 1, self._next_attempt(attempt), now, final=final)
+        self._begun_at = now
+        self._taken_in |= dict.fromkeys(roster, newest + 1)
+        self._moved.clear()
+        self._said.clear()
+        self._far_rounds.note(self._far, roster)
+        return self._tell(roster, self.begun)
+
+    def _roster(self, reports: dict[NodeId, RoundReport], pace: Pace, *, final: bool) -> tuple[list[NodeId], str]:
+        """Who has come to the round and can be in one, and the way in which they sum."""
         roster = [
             id
             for id, report in reports.items()
@@ -326,39 +364,50 @@ class Leader:
 
         unreached = {id: report.unreached for id, report in self._reports.items()}
         fitting, way = self._lines.fitting(roster, unreached, topology)
-        if len(fitting) >= self._settings.min_peers:
-            roster = fitting
-        else:
-            way = topology(len(roster))
+        return (fitting, way) if len(fitting) >= self._settings.min_peers else (roster, topology(len(roster)))
+
+    def _is_wanted(self, roster: list[NodeId], reports: dict[NodeId, RoundReport], *, final: bool) -> bool:
+        """Whether these are enough, and one of them needs a round; notes since when that is so."""
         wanting = [
             id
             for id in roster
             if (not reports[id].given and not reports[id].early) or (final and not reports[id].settled)
         ]
         if not wanting or len(roster) < self._settings.min_peers:
-            self._wanted_at = None
-            return []
+            return False
         enough_at = sorted(self._since[id] for id in roster)[self._settings.min_peers - 1]
         self._wanted_at = max(enough_at, min(self._since[id] for id in wanting))
-        idle = {id for id, report in reports.items() if _is_waited_for(report, newest)}
+        return True
+
+    def _waits_for(self, idle: set[NodeId], pace: Pace, now: float) -> bool:
+        """Whether the round that is wanted does, for the contribution of one of these."""
+        assert self._wanted_at is not None
         awaited = {id for id in idle - self._done_without if self._missed[id] < MISSES_MAX}
-        if late or (awaited and now - max(self._wanted_at, self._awake_since) <= waits_s(pace, self._settings)):
-            return []
-        self._left_behind = idle
+        return bool(awaited) and now - max(self._wanted_at, self._awake_since) <= waits_s(pace, self._settings)
+
+    def _next_attempt(self, newest: int) -> int:
+        """Above the newest one that members report."""
+        if newest > self._newest or not self._newest:  # another led meanwhile, or does
+            self._newest = newest + self._rng.randrange(FIRST_STEP)
+        self._newest += 1
+        return self._newest
+
+    def _order(
+        self, roster: list[NodeId], way: str, reports: dict[NodeId, RoundReport], number: int, attempt: int, now: float,
+        *, final: bool,
+    ) -> RoundBegin:  # fmt: skip
+        """What the round sums, and how."""
         in_common = {(reports[id].agreed, reports[id].start) for id in roster}
         alike = len(in_common) == 1 and (0, b"") not in in_common
         whole = (final and ends_whole(self._settings)) or not self._differences or not alike
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
-        if attempt > self._newest or not self._newest:  # another led meanwhile, or does
-            self._newest = attempt + self._rng.randrange(FIRST_STEP)
-        self._newest += 1
         codec = self._settings.codec
         if codec == AUTO:
             codec = self._choice.codec(reports[id].concentration for id in roster)
         self._choice.begins(now, usual=codec == EXACT_CODEC or not (whole or final))
-        self.begun = RoundBegin(
-            newest + 1,
-            self._newest,
+        return RoundBegin(
+            number,
+            attempt,
             EXACT_CODEC if whole else LAST_CODEC if final else codec,
             way,
             whole,
@@ -373,12 +422,6 @@ class Leader:
             else shares([Work(reports[id].samples, reports[id].steps) for id in roster]),
             **(self._of_gradients(roster, reports, whole=whole) if self._gradients else {}),
         )
-        self._begun_at = now
-        self._taken_in |= dict.fromkeys(roster, newest + 1)
-        self._moved.clear()
-        self._said.clear()
-        self._far_rounds.note(self._far, roster)
-        return self._tell(roster, self.begun)
 
     @staticmethod
     def _of_gradients(roster: list[NodeId], reports: dict[NodeId, RoundReport], *, whole: bool) -> dict[str, Any]:
