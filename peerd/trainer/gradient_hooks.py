@@ -48,7 +48,7 @@ class GradientHooks:
         self._step_hooks: list[Any] = []
         self._hooked: dict[int, tuple[torch.Tensor, Any]] = {}  # by id, which is the parameter's while kept
         self._had_gradient: set[int] = set()  # parameters, since the last exchange
-        self._has_exchanged = False
+        self._has_exchanged = self._has_stepped = False  # for the step that is counted next
         self._is_removed = False
         self.idle = 0
         """Steps since one of these optimizers made one; of what only looks like one nobody knows."""
@@ -64,8 +64,8 @@ class GradientHooks:
         """A step was made: where no gradient was exchanged for it, all parameters may have been replaced."""
         if not self._has_exchanged:
             self._follow()
-        self._has_exchanged = False
-        self.idle += bool(self._parts)
+        self.idle = 0 if self._has_stepped else self.idle + bool(self._parts)
+        self._has_exchanged = self._has_stepped = False
 
     def _follow(self) -> None:
         """Be on what has taken the place of a parameter, and no longer on that one."""
@@ -125,7 +125,7 @@ class GradientHooks:
 
     def _on_step(self, part: Optimizer, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
         """A closure makes the gradients within the step: what is to come after them comes after each call of it."""
-        self.idle = -1  # the step that it is a part of is counted next
+        self._has_stepped = True
         within = torch._C._current_graph_task_id() >= 0  # a callback at its end is, too, after the exchange
         if within and (self._pass is not None or id(part) in self._stepped) and not self._is_private(part):
             raise SystemExit(
