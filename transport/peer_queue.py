@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from peerd.transport.messages import Message
 
 QUEUE_MAX = 512  # messages; a link has at most three under way, and each of up to 128 servers as many
+MODELS_WAITING_MAX = 8  # of the bulk that waits: a link has three messages under way, a server as many
 
 Item = TypeVar("Item")
 
@@ -35,7 +36,7 @@ class PeerQueue(Generic[Item]):
     def __init__(self) -> None:
         self._waiting: deque[_Waiting[Item]] = deque()
         self._leaving: Hashable | None = None
-        self._bulk = self._bulk_leaving = 0  # bytes of what waits, and of what leaves
+        self._bulk_leaving = 0
 
     def __len__(self) -> int:
         """With the one that is leaving."""
@@ -55,23 +56,20 @@ class PeerQueue(Generic[Item]):
         at = next((at for at, other in enumerate(self._waiting) if other.said == said), None)
         bulk = sum(memoryview(chunk).nbytes for chunk in getattr(message, "chunks", ()))
         if message.supersedes and at is not None:
-            self._bulk += bulk - self._waiting[at].bulk
             self._waiting[at] = _Waiting(said, item, message.repeated, bulk)
             return True
         if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
             return False
-        held = self._bulk + self._bulk_leaving
-        if bulk and held and held + bulk > bulk_max:
+        held = self._bulk_leaving + sum(other.bulk for other in self._waiting) if bulk else 0
+        if held and held + bulk > bulk_max:
             return False
         self._waiting.append(_Waiting(said, item, message.repeated, bulk))
-        self._bulk += bulk
         return True
 
     def take(self) -> Item:
         """The next one, which leaves now, until `left` or `clear`."""
         next_one = self._waiting.popleft()
         self._leaving, self._bulk_leaving = next_one.said, next_one.bulk
-        self._bulk -= next_one.bulk
         return next_one.item
 
     def left(self) -> None:
@@ -81,5 +79,4 @@ class PeerQueue(Generic[Item]):
     def clear(self) -> None:
         """The connection broke: what was to be said is said anew, or still waits."""
         self._waiting = deque(each for each in self._waiting if not each.repeated)
-        self._bulk = sum(each.bulk for each in self._waiting)
         self.left()

@@ -35,9 +35,9 @@ from peerd.transport.messages import (
     State,
     Welcome,
 )
+from peerd.transport.peer_queue import MODELS_WAITING_MAX
 from peerd.transport.secure.credentials import STRANGER
 
-MODELS_WAITING_MAX = 8  # in the bulk that waits for one peer: a link has three messages under way, a server as many
 NEWS_S, LOOK_S = 2.0, 0.02  # for the news of a member, less than a dialler waits; between two looks
 
 

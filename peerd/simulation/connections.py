@@ -7,6 +7,7 @@ again; who stands still or cannot be reached holds the stream up, until the send
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
@@ -128,9 +129,9 @@ class Connection(Generic[Item]):
         """Whether something is on its way."""
         return self._connected and (bool(self._queue) or self._moved > self._handed_over)
 
-    def send(self, message: Message, item: Item, size: float) -> None:
+    def send(self, message: Message, item: Item, size: float, bulk_max: float = math.inf) -> None:
         """Queue; the mode says again what has had no answer, so a full queue drops it, and so does what still waits."""
-        if self._queue.put(message, (item, size)):
+        if self._queue.put(message, (item, size), bulk_max=bulk_max):
             self._move()
 
     def reset(self) -> None:

@@ -40,6 +40,7 @@ from peerd.transport.framing import FIXED_SIZE, FrameReader, framed
 from peerd.transport.ids import Address, NodeId
 from peerd.transport.messages import Chunks, Member, MemberTable, Message, State
 from peerd.transport.patience import DIAL_TIMEOUT_S
+from peerd.transport.peer_queue import MODELS_WAITING_MAX
 from peerd.transport.secure.signing import Signing
 
 INBOX_DATAGRAMS = 400  # what the kernel keeps for a stopped process
@@ -137,13 +138,15 @@ class Node:
         self._connections: dict[NodeId, Connection[Letter]] = {}
         self._strikes = Strikes()
         self._reader = FrameReader()
+        self._bulk_max = math.inf  # bytes that wait for one peer
         self._inbox: list[tuple[Message, Address]] = []
         self._missed: list[Callable[[], None]] = []  # what would have happened while it stood still
         self._wakes_at = math.inf
         self.trainer: SimulatedTrainer | None = None
         if learner is not None:
             kept = OPTIMIZER_VALUES_MAX[swarm.settings.mode_settings.exchange]
-            self._reader.payload_limit = vector.payload_limit(learner.layout, kept)
+            self._reader.payload_limit = limit = vector.payload_limit(learner.layout, kept)
+            self._bulk_max = MODELS_WAITING_MAX * limit
             partners = {member.id for member in known if member.id != self.id}
             self.trainer = SimulatedTrainer(
                 self, swarm.world, swarm.checkers, swarm.settings, learner, partners,
@@ -371,7 +374,7 @@ class Node:
         payload = sum(map(len, chunks))
         length = FIXED_SIZE * (1 + len(chunks)) + len(header) + payload
         size = length + payload * (self._swarm.settings.size_scale - 1)
-        connection.send(message, Letter(message.KIND, header, chunks, length), size)
+        connection.send(message, Letter(message.KIND, header, chunks, length), size, self._bulk_max)
         self._swarm.checkers.queue(self.id, peer, connection.queued)
 
     def arriving(self, peer: NodeId) -> bool:

@@ -11,7 +11,7 @@ from peerd.simulation.network import Network, Profile, uniform
 from peerd.simulation.world import World
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import LinkOpen, RoundPhase, RoundReport
+from peerd.transport.messages import LinkOpen, LinkSnapshot, RoundPhase, RoundReport
 from peerd.transport.patience import DIAL_TIMEOUT_S, GREETING_DEADLINE_S, PATIENCE_S, RETRY_MAX_S
 from peerd.transport.peer_queue import QUEUE_MAX
 
@@ -150,6 +150,16 @@ def test_the_queue_is_bounded_and_drops_what_comes_last() -> None:
     pair.run(10.0)
     assert pair.connection.queued == 0
     assert pair.target.received == numbered(QUEUE_MAX)
+
+
+def test_of_models_no_more_wait_than_a_nodes_own_connections_hold() -> None:
+    pair = Pair()
+    for link in range(9):
+        model = LinkSnapshot(link, "float32", (bytes(10),))
+        pair.connection.send(model, b"%d" % link, size=10.0, bulk_max=40.0)
+    assert pair.connection.queued == 4
+    pair.run(10.0)
+    assert pair.target.received == [b"0", b"1", b"2", b"3"]
 
 
 def test_what_was_on_the_way_to_a_crashed_process_is_lost() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,3 +126,23 @@ def test_a_peer_that_asks_and_does_not_listen_has_so_much_bulk_wait_for_it() -> 
     assert put == 4 * [True] + 4 * [False]
     queue.clear()
     assert queue.put(half(9, bytes(40)), 9, bulk_max=40.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Message):
+    """As a mode of a user's own may have one."""
+
+    supersedes: ClassVar[bool] = True
+
+    chunks: tuple[bytes, ...]
+
+
+def test_what_takes_the_place_of_another_counts_as_long_as_it_is() -> None:
+    queue = PeerQueue[int]()
+    for size in (40, 10):
+        assert queue.put(Whole((bytes(size),)), size, bulk_max=40.0)
+    assert queue.put(half(1, bytes(30)), 1, bulk_max=40.0)
+    assert not queue.put(half(2, bytes(1)), 2, bulk_max=40.0)
+    assert [queue.take(), len(queue)] == [10, 2]
+    queue.left()
+    assert queue.put(half(2, bytes(10)), 2, bulk_max=40.0)
