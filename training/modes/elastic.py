@@ -49,7 +49,7 @@ from peerd.training.pairs.link import PairLink
 from peerd.training.pairs.reference import PairedReference
 from peerd.training.pairs.robust import CentreAllowances
 from peerd.training.plain_numbers import number
-from peerd.training.trigger import ONLY_FINISHING
+from peerd.training.trigger import ONLY_FINISHING, SILENCE_MAX_S
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
@@ -76,19 +76,21 @@ class _Worker(Gossip):
     COMPARES = False
     tolerance = 1.1 * FLUSH_TOLERANCE  # the two ends' norms differ by the tolerance: it accepts what the centre does
 
-    def _round(self, live: list[PairLink]) -> list[PairLink]:
-        return [link for link in live if not link.flushed]
+    def _round(self, idle: list[PairLink]) -> list[PairLink]:
+        return [link for link in idle if not link.flushed]
 
 
 class _Centre(Gossip):
     """C's side: it answers, and flushes in rounds with all workers that have ended.
 
     In a first round C becomes the mean of all; in a second, which leaves C where it is, each worker goes half the way
-    to it; and so on. One worker after the other would need as many rounds as there are workers.
+    to it; and so on. One worker after the other would need as many rounds as there are workers, and so do rounds of
+    those alone who have answered: who is slow is waited for, until it may never answer.
     """
 
     COMPARES = False
     tolerance = FLUSH_TOLERANCE
+    answered_min_s = SILENCE_MAX_S
     _members: frozenset[NodeId] = frozenset()
     _half_way = False
 
@@ -96,8 +98,8 @@ class _Centre(Gossip):
         super().__init__(*arguments, **options)
         self._allowances = CentreAllowances(self._layout)
 
-    def _round(self, live: list[PairLink]) -> list[PairLink]:
-        links = [link for link in live if link.peer_finishing or not link.flushed]
+    def _round(self, idle: list[PairLink]) -> list[PairLink]:
+        links = [link for link in idle if link.peer_finishing or not link.flushed]
         if all(self._agrees(link) for link in links):
             return []
         members = frozenset(link.peer for link in links)

@@ -80,6 +80,7 @@ class Gossip(PartneredMode[PairLink]):
     CODEC = AUTO
     tolerance = 0.7 * FLUSH_TOLERANCE  # of what is measured, with some error; others have bounds above it
     COMPARES = True
+    answered_min_s = ANSWERED_MIN_S
     """At a run's end partners say where they are, and exchange where that is far apart."""
 
     def __init__(
@@ -493,15 +494,15 @@ class Gossip(PartneredMode[PairLink]):
         if not began:
             return -math.inf
         usual = sorted(link.took.of(COARSE) for link in live)[(len(live) - 1) // 2]
-        return max(began) + max(ANSWERED_MIN_S, ANSWERED_TIMES * usual)
+        return max(began) + max(self.answered_min_s, ANSWERED_TIMES * usual)
 
-    def _round(self, live: list[PairLink]) -> list[PairLink]:
+    def _round(self, idle: list[PairLink]) -> list[PairLink]:
         """Who is exchanged with next: the one furthest off (greedy gossip: Ustebay et al. 2010, arXiv:0909.1830).
 
         One at a time: two that meet alone go half the way each, where all at once would go a fourth or a seventh of it
         for as many bytes. A partner that trains on gets our model once, and comes back when its run ends, too.
         """
-        far = [link for link in live if self._is_known(link) and not self._agrees(link)]
+        far = [link for link in idle if self._is_known(link) and not self._agrees(link)]
         return sorted([link for link in far if link.peer_finishing or not link.flushed], key=_apart)[-1:]
 
     def _shared_gain(self) -> float:

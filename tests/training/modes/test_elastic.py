@@ -12,8 +12,9 @@ from weather import NAMES, Connections, weather_settings
 
 from peerd.training.codecs import CODECS
 from peerd.training.modes.elastic import BETA
+from peerd.training.modes.gossip import ANSWERED_MIN_S
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import CentreIs, LinkClosed, LinkOpen, LinkSnapshot, PairInvite
+from peerd.transport.messages import CentreIs, Delta, DeltaTaken, LinkClosed, LinkOpen, LinkSnapshot, PairInvite
 
 
 def elastic_swarm(count: int, size: int, codec: str, mode: str = "elastic", **settings: object) -> GossipSwarm:
@@ -100,6 +101,40 @@ def test_any_exchanges_keep_the_sum_and_a_flush_ends_with_one_model(codec: str, 
     (centre,) = swarm.centres()
     assert np.linalg.norm(centre - swarm.nodes["a"].x) < 0.01 * np.linalg.norm(centre)
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
+
+
+@pytest.mark.parametrize("slow", ["", "f", "def", "bcdef"])
+def test_a_flush_costs_no_more_exchanges_where_some_answer_late(slow: str) -> None:
+    """In rounds of those alone who had answered it took thrice as many, and each was sent over the slow lines, too."""
+    swarm = elastic_swarm(6, 20, "float32")
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    for _ in range(400):
+        for _ in range(2):  # the time that a slow one takes
+            while quick := [line for line in swarm.waiting() if not set(line) & set(slow)]:
+                swarm.deliver(*quick[0])
+            swarm.pass_time(ANSWERED_MIN_S + 0.1)
+        for line in [line for line in swarm.waiting() if set(line) & set(slow)]:
+            swarm.deliver(*line)
+        if all(node.proceeded == [False, True] for node in swarm.nodes.values()):
+            break
+    assert swarm.spread() < 0.01
+    assert swarm.drift() < 1e-12
+    assert swarm.nodes["a"].core.counts["trigger_finishing"] < 120
+
+
+def test_one_that_never_answers_keeps_the_others_of_a_flush_from_agreeing_for_a_minute() -> None:
+    swarm = elastic_swarm(6, 20, "float32")
+    for name in swarm.nodes:
+        swarm.step(name, finishing=True)
+    for _ in range(40):
+        swarm.lose("f", "a", Delta, DeltaTaken)
+        while others := swarm.waiting():
+            swarm.deliver(*others[0])
+            swarm.lose("f", "a", Delta, DeltaTaken)
+        swarm.pass_time(ANSWERED_MIN_S + 0.1)
+    del swarm.nodes["f"]
+    assert swarm.spread() < 0.02
 
 
 @pytest.mark.parametrize(("mode", "beta"), [("elastic", BETA), ("elastic:0.5", 0.5), ("elastic:1.4", 1.4)])
