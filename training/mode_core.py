@@ -36,7 +36,7 @@ from peerd.transport.messages import (
     Plan,
 )
 
-SNAPSHOT_CODEC = "float32"  # a newcomer starts from exactly the donor's model
+NEWCOMER_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 SLOWEST_KEPT = 0.9  # of the slowest, at each exchange that was sooner: one of a bad day is forgotten
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
 
@@ -286,9 +286,9 @@ class ModeCore:
             case ModelAsked(peer, layout, told) if model is not None and told and told == digest(model.look(), layout):
                 return [Send(peer, ModelEqual(model.step))]
             case ModelAsked(peer, layout) if model is not None:
-                chunks = vector.encode(SNAPSHOT_CODEC, layout, model.look())[0]
+                chunks = vector.encode(NEWCOMER_CODEC, layout, model.look())[0]
                 promise = ModelPromise(digest_of_chunks(chunks))
-                return [Send(peer, promise), Send(peer, ModelSnapshot(model.step, SNAPSHOT_CODEC, chunks))]
+                return [Send(peer, promise), Send(peer, ModelSnapshot(model.step, NEWCOMER_CODEC, chunks))]
             case SketchAsked(peer, layout, seed) if model is not None:
                 return [Send(peer, ModelSketch(seed, packed(sketch(model.look(), layout, seed))))]
             case PeersChanged(alive):

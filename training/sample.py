@@ -8,7 +8,7 @@ rate of its own, and KEPT_MIN values at least; float buffers are kept whole, as 
 
 Its error, of the norm of a change over one range of which `kept` values are known: about sqrt(1 / (2 kept)) where all
 move alike, 0.3 % and less; where few runs have moved, of which `hit` are kept, about sqrt(1 / (4 hit)). A change of one
-single value is missed, or said to be up to sqrt(RATE_MAX) times as long: who knows a bound takes the smaller of both.
+single value is missed, or said to be up to sqrt(THIN_MAX) times as long: who knows a bound takes the smaller of both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from peerd.training.sketch import Sketch, sketch
 WHOLE_MAX = 1 << 22
 """Values of a model that is kept whole: 16 MB."""
 RUN = 16  # values, a cache line of float32: to read fewer of them would cost as much
-RATE_MAX = 64
+THIN_MAX = 64
 """One of so many values is kept, at most: 0.06 bytes a value and moment in place of 4."""
 KEPT_MIN = 1 << 16  # values of a range
 RANGES_MAX = 128  # of a model of more tensors, neighbours share one; a message has a limit for each (robust.py)
@@ -45,7 +45,7 @@ class _Range:
     def __init__(self, start: int, stop: int, rng: random.Random, *, whole: bool) -> None:
         self.where = slice(start, stop)
         count = stop - start
-        rate = 1 if whole else min(RATE_MAX, max(1, count // KEPT_MIN))
+        rate = 1 if whole else min(THIN_MAX, max(1, count // KEPT_MIN))
         self.runs: npt.NDArray[np.int64] | None = None  # which of its runs, where not all
         if rate > 1:
             blocks = count // (rate * RUN)

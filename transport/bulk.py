@@ -16,7 +16,7 @@ ZERO_COPY_CHUNKS_MAX = 12
 """Chunks that are read where they lie: as many as a rank of a ring has at a time (benchmarks/allreduce.py). Later ones
 of a long message, whose receiver keeps all until the last has come, are copied: so a channel's memory is bounded."""
 UNDER_WAY = 4  # the largest chunks in one direction: some move while others are copied or checked; a ring's window
-SLOWEST_RATE = 16 << 20  # bytes a second that it moves at the very least
+BULK_RATE_MIN = 16 << 20  # bytes a second that it moves at the very least
 
 
 class BulkRefused(Exception):
@@ -95,4 +95,4 @@ def nothing(_: ConnectionLost) -> None:
 
 def patience_s(size: int) -> float:
     """Return how long to wait for `size` bytes of which nothing is heard."""
-    return PATIENCE_S + size / SLOWEST_RATE
+    return PATIENCE_S + size / BULK_RATE_MIN

@@ -27,7 +27,7 @@ _TOTAL = PAGE_BYTES // 8 - 1
 _FIGURES_AT = (_VERSION + 1) * 8
 _FIGURES = struct.Struct("@qqddddI")
 METRICS_BYTES_MAX = 8 * _TOTAL - _FIGURES_AT - _FIGURES.size
-STEP_MAX = 1 << 62  # a number has 8 bytes
+NUMBER_MAX = 1 << 62  # a number has 8 bytes
 LOOKS_MAX = 10  # at figures that change meanwhile
 
 
@@ -66,10 +66,10 @@ class Board:
     def be_quiet(self, quiet: Quiet) -> None:
         """Tell the trainer so."""
         self._reals[_CHANGE] = quiet.change
-        self._numbers[_REST] = min(quiet.rest_until, STEP_MAX)
-        self._numbers[_COPY_STEP] = min(quiet.copy_step, STEP_MAX)
-        self._numbers[_STEP] = min(quiet.step, STEP_MAX)
-        self._numbers[_STAND_STEP] = min(quiet.stand_step, STEP_MAX)
+        self._numbers[_REST] = min(quiet.rest_until, NUMBER_MAX)
+        self._numbers[_COPY_STEP] = min(quiet.copy_step, NUMBER_MAX)
+        self._numbers[_STEP] = min(quiet.step, NUMBER_MAX)
+        self._numbers[_STAND_STEP] = min(quiet.stand_step, NUMBER_MAX)
 
     @property
     def sent(self) -> int:
@@ -108,7 +108,7 @@ class Board:
 
     def say_total(self, total: int) -> None:
         """Tell the daemon so."""
-        self._numbers[_TOTAL] = min(total, STEP_MAX)
+        self._numbers[_TOTAL] = min(total, NUMBER_MAX)
 
     def note(
         self, step: int, samples: int, at: float, loss: float, lr: float, lr_max: float, metrics: Mapping[str, float]

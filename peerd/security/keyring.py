@@ -34,7 +34,7 @@ import msgpack
 from peerd.security.statements import Sign, SignerOf, Unbelieved, digest
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import COUNT, Generation
+from peerd.transport.messages import COUNT, KeyGeneration
 
 GENERATIONS_MAX = 3
 SPREAD_S = 60.0  # tables travel on news: 2 s a hop, and a hop more where the number of members doubles
@@ -47,7 +47,7 @@ Order = tuple[int, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    generation: Generation
+    generation: KeyGeneration
     order: Order
     since: float
 
@@ -73,7 +73,7 @@ class Keyring:
         self._floor = 0  # lower levels are removed for ever
 
     @property
-    def generations(self) -> tuple[Generation, ...]:
+    def generations(self) -> tuple[KeyGeneration, ...]:
         """What is installed, the highest first."""
         return tuple(held.generation for held in self._held)
 
@@ -82,7 +82,7 @@ class Keyring:
         """Equal for equal rings; it tells nothing of the keys, which are random."""
         return digest([held.order for held in self._held])
 
-    def add(self, generation: Generation, now: float, known_for_s: float = 0.0) -> bool:
+    def add(self, generation: KeyGeneration, now: float, known_for_s: float = 0.0) -> bool:
         """Install a generation that was heard; True where that changed the ring. Raises PeerError.
 
         One that was kept on the disk has been `known_for_s`. What is known or too low costs nothing.
@@ -108,7 +108,7 @@ class Keyring:
         """Whether there is no key that was made by who knew of so many revocations."""
         return not self._held or self._held[0].level < revocations
 
-    def make(self, key: bytes, revocations: int, sign: Sign, issuer: bytes) -> Generation:
+    def make(self, key: bytes, revocations: int, sign: Sign, issuer: bytes) -> KeyGeneration:
         """The next generation; `issuer` is the certificate of who signs, empty for the authority.
 
         Where `revocations` are more than before it begins a level. It is not installed: `add` it. `key` is 32 random
@@ -116,7 +116,7 @@ class Keyring:
         """
         number = min(COUNT.high, 1 + max((held.generation.number for held in self._held), default=0))
         level = max([revocations, *(held.level for held in self._held)])
-        generation = Generation(number, key, level, issuer, b"")
+        generation = KeyGeneration(number, key, level, issuer, b"")
         return replace(generation, signature=sign(_PURPOSE, _said(generation, self._where)))
 
     def forget_unbelieved(self) -> bool:
@@ -144,7 +144,7 @@ class Keyring:
         self._held = [held for held in self._held if held.level >= self._floor]
         return len(self._held) < before
 
-    def sealing(self, now: float) -> Generation | None:
+    def sealing(self, now: float) -> KeyGeneration | None:
         """What to seal with; None: there is no key yet.
 
         Where all of a level are new the others may not have the highest yet, and the one below it is as good.
@@ -164,11 +164,11 @@ class Keyring:
         return min((held.settled_at for held in self._held if held.settled_at > now), default=math.inf)
 
 
-def order(generation: Generation) -> Order:
+def order(generation: KeyGeneration) -> Order:
     """The total order: of two that were made at once, the hashes decide, which have the issuer in them."""
     return generation.level, generation.number, hashlib.sha256(generation.key + generation.issuer).digest()
 
 
-def _said(generation: Generation, where: tuple[str, str]) -> bytes:
+def _said(generation: KeyGeneration, where: tuple[str, str]) -> bytes:
     said: bytes = msgpack.packb((*where, generation.number, generation.key, generation.level))
     return said

@@ -16,7 +16,7 @@ from peerd.security.certificates import pin_of
 from peerd.security.succession import Succession
 from peerd.transport import wire
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import Generation, Keys, Message, Revocation, RevocationList, Successor, Successors
+from peerd.transport.messages import KeyGeneration, Keys, Message, Revocation, RevocationList, Successor, Successors
 
 PART = 64  # revocations in a message: 47 kB at most, of a header's 64
 
@@ -38,7 +38,7 @@ class Kept:
 
     successors: Sequence[Successor] = ()
     revocations: Sequence[Revocation] = ()
-    generations: Sequence[Generation] = ()
+    generations: Sequence[KeyGeneration] = ()
     keys_age_s: float = 0.0  # since the newest came, by the clock on the wall
 
 

@@ -23,7 +23,7 @@ from peerd.security.keyring import Keyring
 from peerd.security.token import Token
 from peerd.security.trust import Trust
 from peerd.transport.ids import NodeId
-from peerd.transport.messages import Generation, Revocation, Successor
+from peerd.transport.messages import KeyGeneration, Revocation, Successor
 
 NOW = wall_clock.now()  # by which OpenSSL goes
 SWARM = ("peerd", "")
@@ -47,7 +47,7 @@ class Cast:
     let_in: tuple[Enrolment, Enrolment, Enrolment]
     token: Token
     revocations: tuple[Revocation, ...]
-    generations: tuple[Generation, ...]
+    generations: tuple[KeyGeneration, ...]
     successors: tuple[Successor, Successor]  # of the authority, and of the other one
 
     @property

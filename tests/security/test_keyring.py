@@ -16,13 +16,13 @@ from peerd.security.keyring import GENERATIONS_MAX, SPREAD_S, Keyring, order
 from peerd.security.statements import Unbelieved
 from peerd.transport import wire
 from peerd.transport.errors import PeerError
-from peerd.transport.messages import Generation, Keys
+from peerd.transport.messages import KeyGeneration, Keys
 
 HERE = ("peerd", "")
 _keys = itertools.count()
 
 
-def ring(*generations: Generation, now: float = 0.0, known_for_s: float = 0.0) -> Keyring:
+def ring(*generations: KeyGeneration, now: float = 0.0, known_for_s: float = 0.0) -> Keyring:
     made = Keyring(HERE, signer_of, nobody_is_revoked)
     for one in generations:
         made.add(one, now, known_for_s)
@@ -33,11 +33,11 @@ def key(seed: int | None = None) -> bytes:
     return hashlib.sha256(b"%d" % (next(_keys) if seed is None else seed)).digest()
 
 
-def made(number: int, level: int = 0, issuer: bytes = b"", seed: int | None = None) -> Generation:
+def made(number: int, level: int = 0, issuer: bytes = b"", seed: int | None = None) -> KeyGeneration:
     """A generation of a given number."""
     before = Keyring(HERE, lambda *_: "", nobody_is_revoked)
     if number > 1:
-        before.add(Generation(number - 1, key(), 0, b"", b""), 0)
+        before.add(KeyGeneration(number - 1, key(), 0, b"", b""), 0)
     return before.make(key(seed), level, signing(issuer), issuer)
 
 
@@ -45,7 +45,7 @@ some = st.builds(made, st.integers(1, 5), st.integers(0, 2), st.sampled_from(sor
 
 
 @given(st.lists(some, max_size=10), st.randoms())
-def test_the_order_and_repetitions_do_not_matter(those: list[Generation], rng: object) -> None:
+def test_the_order_and_repetitions_do_not_matter(those: list[KeyGeneration], rng: object) -> None:
     shuffled = [*those, *those]
     rng.shuffle(shuffled)  # type: ignore[attr-defined]
     here, there = ring(*those), ring(*shuffled)
@@ -56,21 +56,21 @@ def test_the_order_and_repetitions_do_not_matter(those: list[Generation], rng: o
 
 
 @given(st.lists(some, max_size=5), st.lists(some, max_size=5))
-def test_digests_are_equal_where_the_rings_are(here: list[Generation], there: list[Generation]) -> None:
+def test_digests_are_equal_where_the_rings_are(here: list[KeyGeneration], there: list[KeyGeneration]) -> None:
     one, other = ring(*here), ring(*there)
     alike = list(map(order, one.generations)) == list(map(order, other.generations))
     assert (one.digest == other.digest) == alike
 
 
 @given(st.lists(some, max_size=6), some)
-def test_it_says_whether_it_changed(those: list[Generation], one: Generation) -> None:
+def test_it_says_whether_it_changed(those: list[KeyGeneration], one: KeyGeneration) -> None:
     here = ring(*those)
     before = here.digest
     assert here.add(one, 1.0) == (here.digest != before)
 
 
 @given(st.lists(st.tuples(some, st.floats(0, 300)), max_size=8), st.floats(0, 600))
-def test_what_seals_is_installed_and_of_the_highest_level(those: list[tuple[Generation, float]], now: float) -> None:
+def test_what_seals_is_installed_and_of_the_highest_level(those: list[tuple[KeyGeneration, float]], now: float) -> None:
     here = ring()
     for one, at in sorted(those, key=lambda each: each[1]):
         here.on_timer(at)
@@ -84,7 +84,7 @@ def test_what_seals_is_installed_and_of_the_highest_level(those: list[tuple[Gene
 
 
 @given(some, st.sampled_from(["number", "level", "key", "issuer", "signature"]))
-def test_what_nobody_has_signed_is_not_believed(one: Generation, field: str) -> None:
+def test_what_nobody_has_signed_is_not_believed(one: KeyGeneration, field: str) -> None:
     other = {"number": 9, "level": 9, "key": bytes(32), "issuer": b"else", "signature": b"forged"}
     here = ring()
     with pytest.raises(Unbelieved):
@@ -176,6 +176,6 @@ def test_no_name_of_a_revoked_signer_matters_for_others() -> None:
 
 
 @given(st.lists(some, max_size=GENERATIONS_MAX))
-def test_they_travel(those: list[Generation]) -> None:
+def test_they_travel(those: list[KeyGeneration]) -> None:
     message = Keys(tuple(those))
     assert wire.decode(message.KIND, wire.encode(message)[0], 0).message() == message

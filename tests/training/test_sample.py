@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.kernels import library
-from peerd.training.sample import KEPT_MIN, RATE_MAX, RUN, WHOLE_MAX, Sample, sample_of
+from peerd.training.sample import KEPT_MIN, RUN, THIN_MAX, WHOLE_MAX, Sample, sample_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -82,7 +82,7 @@ def test_over_all_places_of_one_value_the_estimate_has_no_bias() -> None:
     of_first = np.sort(blocks[blocks < LARGE_TENSOR])
     assert len(of_first) >= KEPT_MIN
     rate = LARGE_TENSOR // len(of_first)
-    assert rate <= RATE_MAX
+    assert rate <= THIN_MAX
     per_block = np.bincount(of_first // (rate * RUN))
     assert (per_block == RUN).all(), "each block has as many"
     columns = np.bincount(of_first % ROW, minlength=ROW)

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.transport.secure.pages import HUGE_BYTES, Lender, mapped
+from peerd.transport.secure.pages import HUGE_BYTES, Mappings, mapped
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=60), st.integers(0, 4))
 def test_what_is_lent_is_not_lent_to_another(events: list[int | None], spare_max: int) -> None:
-    lender = Lender(64, spare_max)
+    lender = Mappings(64, spare_max)
     held: list[tuple[memoryview, int]] = []
     for number, event in enumerate(events):
         if event is None:
@@ -27,7 +27,7 @@ def test_what_is_lent_is_not_lent_to_another(events: list[int | None], spare_max
 
 
 def test_what_came_back_last_is_lent_first() -> None:
-    lender = Lender(HUGE_BYTES + 20, 2)
+    lender = Mappings(HUGE_BYTES + 20, 2)
     first, second = lender.lend(), lender.lend()
     second[:4] = b"last"
     del first

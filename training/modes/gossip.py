@@ -32,7 +32,7 @@ from peerd.training.pairs.link import PairLink
 from peerd.training.pairs.links import PairLinks
 from peerd.training.pairs.nearness import SEED, can_be_said, heard
 from peerd.training.pairs.reference import Exchanged, ExchangeHalf, LinkMismatch, PairedReference
-from peerd.training.pairs.robust import COMPARED_MIN, Allowances, packed, tensors_of, unpacked
+from peerd.training.pairs.robust import COMPARED_MIN, PairAllowances, packed, tensors_of, unpacked
 from peerd.training.partnered import PartneredMode
 from peerd.training.room import is_large
 from peerd.training.sketch import Sketch
@@ -100,7 +100,7 @@ class Gossip(PartneredMode[PairLink]):
         super().__init__(layout, rng, settings, values, counts)
         self.gain_limit = gain_limit
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
-        self._allowances = Allowances(layout)
+        self._allowances = PairAllowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
         self._looked = False  # at the model that the first steps start from
         self._step_time = StepTime()

@@ -20,7 +20,7 @@ from peerd.training.scratch import Scratch
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Push
 
-SNAPSHOT_CODEC = "bfloat16"  # a first push holds the whole model: 1 bit a value would be no model
+FIRST_CODEC = "bfloat16"  # a first push holds the whole model: 1 bit a value would be no model
 
 
 class Outgoing:
@@ -39,7 +39,7 @@ class Outgoing:
     def begin(self, values: Vector, codec: str, gains: dict[str, Gain], *, finishing: bool, back: bool) -> Push:
         """Encode push version + 1 from the model `values`. Raises NotFinite; call only when none is under way."""
         assert self.under_way is None, "one push at a time"
-        codec = codec if self.version else SNAPSHOT_CODEC
+        codec = codec if self.version else FIRST_CODEC
         gain = gains.setdefault(codec, Gain())
         chunks, following = encode_difference(codec, self._layout, values, self.known, gain, self._scratch)
         for part in parts(len(following)):

@@ -145,7 +145,7 @@ class Allowance:
     compared_at: int = 0  # and of the last one when these were last compared with the others'
 
 
-class Allowances:
+class PairAllowances:
     """What each peer may still move one node's model."""
 
     def __init__(self, layout: Layout) -> None:
@@ -313,7 +313,7 @@ class Allowances:
         np.maximum(one.left, FLUSH * usual * self._say(peer, peers), out=one.left)
 
 
-class CentreAllowances(Allowances):
+class CentreAllowances(PairAllowances):
     """What each worker may move a centre variable, which makes no steps: twice what is usual among the others."""
 
     def __init__(self, layout: Layout) -> None:
@@ -328,7 +328,7 @@ class CentreAllowances(Allowances):
         self._said[peer] = limits
 
     def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
-        """See `Allowances`."""
+        """See `PairAllowances`."""
         others = [said for id in peers if id != peer and (said := self._said.get(id)) is not None]
         return 2 * _low_median(others) if len(others) > 1 else np.full(len(self._tensors), np.inf)
 
@@ -336,7 +336,7 @@ class CentreAllowances(Allowances):
         """The workers say what is usual."""
 
     def keep(self, peers: frozenset[NodeId]) -> None:
-        """See `Allowances`."""
+        """See `PairAllowances`."""
         for gone in self._said.keys() - peers:
             del self._said[gone]
 

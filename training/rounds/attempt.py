@@ -28,7 +28,7 @@ from peerd.transport.ids import NodeId
 from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
 
 WINDOW = 8
-AT_ONCE = 4  # pieces in a message; of trees half as many, and half the window: their levels wait for each other
+PIECES_AT_ONCE = 4  # pieces in a message; of trees half as many, and half the window: their levels wait for each other
 REPEAT_MIN_S = 60.0  # breaks are told by Connected; this is for what was dropped without one
 REPEAT_SHARE = 4  # times the slowest confirmation so far
 ROUND_WEIGHT = 0.2  # of the last round's duration in the running mean
@@ -160,7 +160,7 @@ class Attempt:
         if self._in_halves:
             vector, room = np.concatenate([vector[: layout.parameters], halved(vector[layout.parameters :])]), None
         topology = parse_topology(begin.topology)
-        self._at_once = AT_ONCE if topology.name == "ring" else AT_ONCE // 2
+        self._at_once = PIECES_AT_ONCE if topology.name == "ring" else PIECES_AT_ONCE // 2
         self._collective = Collective(
             topology, begin.roster.index(me), len(begin.roster), vector, self._packing,
             layout.parameters if begin.weights else self._packing.cut, room,
@@ -269,7 +269,7 @@ class Attempt:
     def _fill(self, peer: NodeId, now: float) -> list[Effect]:
         waiting, sent = self._waiting.get(peer, deque()), self._sent.setdefault(peer, {})
         effects: list[Effect] = []
-        window = WINDOW // AT_ONCE * self._at_once
+        window = WINDOW // PIECES_AT_ONCE * self._at_once
         while waiting and len(sent) < window:
             pieces = [waiting.popleft() for _ in range(min(self._at_once, window - len(sent), len(waiting)))]
             sent |= {piece.tag: (piece, now) for piece in pieces}

@@ -35,7 +35,7 @@ from peerd.training.mode_settings import AUTO, GRADIENTS, ROSTER_MAX, STANDING, 
 from peerd.training.rounds.attempt import EXACT_CODEC, LAST_CODEC, Pace, ends_whole
 from peerd.training.rounds.choice import Choice, is_left_to_leader
 from peerd.training.rounds.culprits import MISSES_MAX, Culprits
-from peerd.training.rounds.lengths import AT_ONCE, GROUPS, FarRounds, far_off, longest_mean
+from peerd.training.rounds.lengths import GROUPS, TOO_FAR, FarRounds, far_off, longest_mean
 from peerd.training.rounds.lines import Lines
 from peerd.training.rounds.topology import choose
 from peerd.training.rounds.weights import capped, scales
@@ -481,7 +481,7 @@ class Leader:
         out: set[NodeId] = set()
         if not self._gradients:
             self._far = far_off(ready)
-            out = far_off(ready, AT_ONCE) | self._far_rounds.worn_out(self._far) | (silent - {self._me})
+            out = far_off(ready, TOO_FAR) | self._far_rounds.worn_out(self._far) | (silent - {self._me})
         self.left_out |= blamed | {id: here[id].life for id in out}
         return {id: one for id, one in here.items() if id not in out | blamed.keys()}
 

@@ -2,7 +2,7 @@
 
 Each reports how long its contribution is, parameters and float buffers apart, and the leader's order repeats it, so
 that all reckon alike: the agreed model moves by at most LIMIT times the median length. Whose length is beyond FAR
-medians again and again, or beyond AT_ONCE medians, is left out by the leader. In a sum along a tree or a ring nobody
+medians again and again, or beyond TOO_FAR medians, is left out by the leader. In a sum along a tree or a ring nobody
 sees a single contribution, so a member that reports a small length and hands in a large vector is not named, only the
 mean is shortened: it can turn a round its own way, by no more than an honest one goes.
 
@@ -27,7 +27,7 @@ LIMIT = 2.0
 FAR = 8.0
 """Times the median, of all that are not zero: longer than a member of any honest speed, but for a moment. Who trains
 through the rounds while the others' processes stand still, or have just come back, is that far in one of them."""
-AT_ONCE = 64.0
+TOO_FAR = 64.0
 """Times the median: longer than any honest moment."""
 FORGIVEN = 1 / 8
 """Of a round that was too long, by each that was not."""

@@ -31,7 +31,7 @@ ALONE_PATIENCES = UNCOMMITTED_PATIENCES
 TOGETHER_S = 1.0  # for who complains of several to have said so of each
 COMPLAINT = 2  # counts
 HEARD_MAX = 1024  # leaders that one member speaks of
-AT_ONCE = 4  # times that the only other member is heeded at once
+HEEDED_AT_ONCE = 4  # times that the only other member is heeded at once
 BEYOND_MAX = 64  # our own counts: of what it says
 TIMES_MAX = 1 << 48  # of what one says: our own complaints go on from there, and the wire holds 2 ** 53
 
@@ -100,7 +100,7 @@ class Passing:
                 if is_first:
                     from_s = since.get(sender, now) + TOGETHER_S
                 pair = len(everyone) == 2
-                if now >= from_s or (pair and times < AT_ONCE):
+                if now >= from_s or (pair and times < HEEDED_AT_ONCE):
                     self._heeded[sender] = times + 1, now + alone_s * 2 ** min(times + 1, DOUBLINGS_MAX)
                     most_of_ours = max(self.counts.values(), default=0)
                     for to, most in beyond.items():

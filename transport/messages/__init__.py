@@ -87,7 +87,7 @@ from peerd.transport.messages.rounds import (
     RoundsWithout,
 )
 from peerd.transport.messages.secrets import (
-    Generation,
+    KeyGeneration,
     Keys,
     Revocation,
     RevocationList,
@@ -123,8 +123,8 @@ __all__ = [
     "EnrolmentRefused",
     "EnrolmentRequest",
     "Finished",
-    "Generation",
     "Hello",
+    "KeyGeneration",
     "Keys",
     "LeaderPassed",
     "LinkClose",

@@ -19,7 +19,7 @@ class Revocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class KeyGeneration:
     """One key that seals datagrams (peerd/security/keyring.py)."""
 
     number: Annotated[int, Within(1, COUNT.high)]
@@ -70,7 +70,7 @@ class Keys(Message):
     """The sender's keyring; all its revocations have gone before, so that no key comes to whom it is kept from."""
 
     KIND: ClassVar[int] = 30
-    generations: tuple[Generation, ...]
+    generations: tuple[KeyGeneration, ...]
 
 
 SecretsMessage = SecretsHeld | Successors | RevocationList | Keys

@@ -25,7 +25,7 @@ def mapped(size: int) -> mmap.mmap:
     return pages
 
 
-class Lender:
+class Mappings:
     """Mappings of one size, lent again and again, the last that came back first."""
 
     def __init__(self, size: int, spare_max: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from peerd.transport.bulk import UNDER_WAY, BulkChannel
 from peerd.transport.connection import ConnectionLost
 from peerd.transport.messages import Chunk
-from peerd.transport.secure.pages import HUGE_BYTES, Lender
+from peerd.transport.secure.pages import HUGE_BYTES, Mappings
 from peerd.transport.secure.records import OVERHEAD_BYTES, RECORD_MAX, Opener, Sealer, Secrets
 
 
@@ -23,7 +23,7 @@ class SealedChannel:
         self.name = channel.name
         self._channel = channel
         self._sealer, self._opener = Sealer(secrets.sending), Opener(secrets.receiving)
-        self._records = Lender(RECORD_MAX + OVERHEAD_BYTES, UNDER_WAY)
+        self._records = Mappings(RECORD_MAX + OVERHEAD_BYTES, UNDER_WAY)
 
     @property
     def on_close(self) -> Callable[[ConnectionLost], None]:

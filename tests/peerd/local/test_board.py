@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.local.board import METRICS_BYTES_MAX, PAGE_BYTES, STEP_MAX, Board, LastStep
+from peerd.local.board import METRICS_BYTES_MAX, NUMBER_MAX, PAGE_BYTES, Board, LastStep
 from peerd.training.model.over import OVER, parts_of
 from peerd.training.model.quiet import Quiet
 
@@ -58,13 +58,13 @@ def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, ot
     assert (trainers.quiet, trainers.current, trainers.sent, trainers.others) == (quiet, copy, 1, others)
 
 
-@given(total=st.integers(1, 1 << 70), step=st.integers(0, STEP_MAX))
+@given(total=st.integers(1, 1 << 70), step=st.integers(0, NUMBER_MAX))
 def test_a_daemon_sees_how_far_a_run_is(total: int, step: int) -> None:
     trainers, daemons = two_views()
     trainers.say_total(total)
     assert daemons.made == 0
     trainers.note(step, 0, 0.0, 0.5, 0.0, 0.0, {"accuracy": 0.5})
-    assert daemons.made == parts_of(step, min(total, STEP_MAX))
+    assert daemons.made == parts_of(step, min(total, NUMBER_MAX))
     figures = daemons.last_step()
     assert figures is not None
     assert figures.metrics == {"accuracy": 0.5}, "the number stands beside them"

@@ -23,8 +23,8 @@ from peerd.training.pairs.robust import (
     FLUSH,
     RATE,
     STEP_MIN,
-    Allowances,
     CentreAllowances,
+    PairAllowances,
     Tensors,
     factors,
     packed,
@@ -168,7 +168,7 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     events: list[tuple[str, float, float, float, float]],
 ) -> None:
     """Each takes all that it is allowed, of exchanges at any distance; corrections widen nobody's limit."""
-    allowances = Allowances(ONE)
+    allowances = PairAllowances(ONE)
     values, dragged, way, longest = np.zeros(3), 0.0, 0.0, 0.0
     walked = steps = 0.0
     allowances.look(values, 0, 1.0)
@@ -190,9 +190,9 @@ def test_whatever_peers_say_they_move_a_model_by_no_more_than_a_multiple_of_its_
     assert dragged <= (RATE * way + RATE * longest) * (1 + 1e-6) + 1e-9
 
 
-def after_eleven_steps() -> tuple[Allowances, Vector, float]:
+def after_eleven_steps() -> tuple[PairAllowances, Vector, float]:
     """Of length 1 each, with the model that they made, and what a peer is allowed."""
-    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances, values = PairAllowances(ONE), np.zeros(3)
     for number in range(11):
         allowances.look(values, number, 1.0)
         values = values + np.array([1.0, 0.0, 0.0])
@@ -214,7 +214,7 @@ def test_a_node_whose_steps_move_nothing_any_more_can_still_be_brought_back() ->
 
 @pytest.mark.parametrize("begins_at", [0, 100_000])
 def test_a_newcomers_steps_count_from_its_first_report_on(begins_at: int) -> None:
-    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances, values = PairAllowances(ONE), np.zeros(3)
     allowances.look(values)  # before any report
     for number in range(11):
         values = values + np.array([1.0, 0.0, 0.0])
@@ -231,7 +231,7 @@ def test_a_jump_of_the_step_number_is_no_way() -> None:
     assert float(allowances.limits("a", "abcd")[0]) <= before + RATE / 4 * STEP_MIN * 11
 
 
-def near(allowances: Allowances, values: Vector, rounds: int, far: float) -> None:
+def near(allowances: PairAllowances, values: Vector, rounds: int, far: float) -> None:
     for number in range(rounds):
         values += [1.0, 0.0, 0.0]
         allowances.look(values, number, 1.0)
@@ -243,7 +243,7 @@ def near(allowances: Allowances, values: Vector, rounds: int, far: float) -> Non
 def test_who_is_far_from_the_others_has_less_to_say_the_further_it_is() -> None:
     found = []
     for far in (1.0, FAR, 10 * FAR, 1e9):
-        allowances, values = Allowances(ONE), np.zeros(3)
+        allowances, values = PairAllowances(ONE), np.zeros(3)
         near(allowances, values, 3, far)
         values += [1.0, 0.0, 0.0]
         allowances.look(values, 3, 1.0)
@@ -259,7 +259,7 @@ def test_one_other_alone_does_not_say_who_is_far() -> None:
     """It may be the liar."""
     found = []
     for far in (1.0, 1e9):
-        allowances, values = Allowances(ONE), np.zeros(3)
+        allowances, values = PairAllowances(ONE), np.zeros(3)
         near(allowances, values, 3, far)
         values += [1.0, 0.0, 0.0]
         allowances.look(values, 3, 1.0)
@@ -269,7 +269,7 @@ def test_one_other_alone_does_not_say_who_is_far() -> None:
 
 def test_who_is_far_is_asked_of_those_met_since_it_was_last_asked() -> None:
     """One that was away knows of the others what they were; one that comes again and again is not judged each time."""
-    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances, values = PairAllowances(ONE), np.zeros(3)
     near(allowances, values, 3, 10.0)
 
     def exchange(peer: str, distance: float) -> float | None:
@@ -288,7 +288,7 @@ def test_who_is_far_is_asked_of_those_met_since_it_was_last_asked() -> None:
 
 
 def test_a_run_that_has_ended_can_still_agree() -> None:
-    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances, values = PairAllowances(ONE), np.zeros(3)
     near(allowances, values, 3, 1.0)
     allowances.end_run("abcz")
     assert float(allowances.limits("a", "abcz")[0]) >= 1.0
@@ -299,7 +299,7 @@ def test_a_run_that_has_ended_can_still_agree() -> None:
 
 def test_a_newcomer_at_a_runs_end_learns_what_is_usual_from_more_than_one() -> None:
     """It has come no way: the first that it meets may be the liar."""
-    allowances = Allowances(ONE)
+    allowances = PairAllowances(ONE)
     allowances.look(np.zeros(3), 0, 1.0)
     allowances.look(np.array([0.01, 0.0, 0.0]), 1, 1.0)
     allowances.end_run("abz")
@@ -322,7 +322,7 @@ def test_who_says_again_and_again_that_its_run_ends_moves_one_that_has_ended_twi
     None
 ):
     """Nor does it help to go and come back."""
-    allowances, values = Allowances(ONE), np.zeros(3)
+    allowances, values = PairAllowances(ONE), np.zeros(3)
     near(allowances, values, 3, 1.0)
     others = frozenset("abc")
     allowances.end_run("abcz")
@@ -342,7 +342,7 @@ def test_who_says_again_and_again_that_its_run_ends_moves_one_that_has_ended_twi
 
 def test_who_stands_after_its_run_is_moved_again_by_each_run_that_most_others_end() -> None:
     """Of a notebook whose loop is over, say: it agrees with those who train on each time that they end."""
-    allowances = Allowances(ONE)
+    allowances = PairAllowances(ONE)
     near(allowances, np.zeros(3), 3, 1.0)
     allowances.end_run("abc")
     for run in range(4):
@@ -358,7 +358,7 @@ def test_who_stands_after_its_run_is_moved_again_by_each_run_that_most_others_en
 
 def test_any_number_of_peers_has_allowances_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(robust, "PEERS_MAX", 5)
-    allowances = Allowances(ONE)
+    allowances = PairAllowances(ONE)
     for number in range(50):
         allowances.limits(f"{number}", [f"{number}"])
     assert len(allowances._peers) == 5
@@ -367,7 +367,7 @@ def test_any_number_of_peers_has_allowances_in_bounded_memory(monkeypatch: pytes
 
 def test_a_correction_that_a_variance_does_not_take_is_no_step_of_the_node() -> None:
     layout = Layout(1, 3, ((1, 3),), (1, 3))
-    allowances = Allowances(layout)
+    allowances = PairAllowances(layout)
     values = np.ones(3)
     allowances.look(values, 0, 1.0)
     allowances.corrected(np.array([0.0, -1e6, -1e6]))

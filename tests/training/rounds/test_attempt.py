@@ -14,7 +14,7 @@ from peerd.training.codecs import NotFinite
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Effect, Send, Vector
 from peerd.training.rounds import collective
-from peerd.training.rounds.attempt import AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
+from peerd.training.rounds.attempt import PIECES_AT_ONCE, WINDOW, Attempt, ExactPacking, Pace
 from peerd.training.rounds.member import WHOLE
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Chunk, PiecesTaken, RoundBegin, RoundPieces
@@ -97,7 +97,7 @@ class Ring:
             self.queues.setdefault((source, effect.peer), deque()).append(message)
             if isinstance(message, RoundPieces):
                 self.messages += 1
-                assert 0 < len(message.seqs) == len(message.chunks) <= AT_ONCE
+                assert 0 < len(message.seqs) == len(message.chunks) <= PIECES_AT_ONCE
                 under_way = self.unconfirmed.setdefault((source, effect.peer), set())
                 under_way |= set(message.seqs)
                 assert len(under_way) <= WINDOW
@@ -153,7 +153,7 @@ def test_pieces_that_are_ready_together_go_and_are_confirmed_together(monkeypatc
             ring.deliver(*link, 0.0)
     pieces = 4 * 8 * 6
     assert all(member.done for member in ring.members.values())
-    assert ring.messages == ring.confirmations == pieces // AT_ONCE
+    assert ring.messages == ring.confirmations == pieces // PIECES_AT_ONCE
 
 
 def test_pieces_and_chunks_that_do_not_match_are_refused() -> None:
