@@ -206,8 +206,8 @@ class Swarm:
         self._on_gpus = FromGpus()
         self._open_again = open_again  # where another daemon may take the place of one that went away
         self._comeback: Comeback | None = None  # since a daemon went away
-        self._total: int | None = None  # steps of the run, where the script has said so,
-        self._totals_differ = False  # which may have been another before
+        self._total: int | None = None  # steps of the run, where the script has said so
+        self._totals_differ = False  # another was said before: for the rest of the run
         self._number = self._drawn_at = -1  # the number that was given last, and after how many steps
         self._named: set[str] = set()  # figures that were no numbers
         self._told_cut_short = self._told_none_left = False

@@ -71,8 +71,7 @@ def test_who_stands_still_holds_nobody_back(mode: str) -> None:
             swarm.settle()
     followed = min(swarm.nodes[name].x[7] for name in "ab") - before
     assert followed > 0.75 * (swarm.nodes["c"].x[7] - before)
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     swarm.quiesce()
     least = min(node.x[7] for node in swarm.nodes.values()) - before
     assert least > 0.4 * steps / 2, "an even mean moves by half of their steps; merging one way is late"
@@ -92,12 +91,12 @@ def test_who_waits_for_the_others_is_heard_by_one_that_begins_anew(mode: str) ->
                 swarm.settle()
 
     train("abcd", 5)
-    swarm.step("d", finishing=True)
+    swarm.finish("d")
     swarm.settle()
     swarm.restart("a", swarm.nodes["b"].x)
     train("abc", 30)
     for name in "abc":
-        swarm.step(name, finishing=True)
+        swarm.finish(name)
         swarm.settle()
     swarm.quiesce()
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
@@ -108,8 +107,7 @@ def test_a_flush_ends_with_one_model_near_the_mean(mode: str) -> None:
     swarm.everyone_alive()
     swarm.settle()
     mean = sum(node.x for node in swarm.nodes.values()) / 4
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     swarm.delivered.clear()
     swarm.quiesce()
     of_models = len(swarm.delivered) - swarm.count(LinkSketch)
@@ -124,7 +122,7 @@ def test_a_large_swarm_agrees_on_small_views(mode: str) -> None:
     swarm.everyone_alive()
     swarm.settle()
     for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+        swarm.finish(name)
         swarm.settle()
     swarm.quiesce()
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
@@ -135,11 +133,11 @@ def test_who_finishes_first_waits_for_the_others(mode: str) -> None:
     swarm = CountingSwarm(3, 600, "sign", trigger="change:0.05", seed=1, mode=mode)
     swarm.everyone_alive()
     swarm.settle()
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
     assert swarm.nodes["a"].proceeded == [False], "handed over, but nobody else has finished"
     for name in "bc":
-        swarm.step(name, finishing=True)
+        swarm.finish(name)
         swarm.settle()
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
 
@@ -149,9 +147,9 @@ def test_a_partner_whose_push_was_lost_is_not_pushed_to_without_end(mode: str) -
     swarm = CountingSwarm(2, 40, "bfloat16", seed=1, mode=mode)
     swarm.everyone_alive()
     swarm.settle()
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     swarm.queues["b", "a"] = type(swarm.queues["b", "a"])(
         message for message in swarm.queues["b", "a"] if isinstance(message, Pushed)
     )  # b's push alone is lost
@@ -166,7 +164,7 @@ def test_a_partner_whose_push_was_lost_is_not_pushed_to_without_end(mode: str) -
 
 def test_a_lone_node_is_let_go_at_once(mode: str) -> None:
     swarm = CountingSwarm(1, 10, "sign", mode=mode)
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     assert swarm.nodes["a"].proceeded == [False, True]
 
 

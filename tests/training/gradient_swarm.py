@@ -142,10 +142,11 @@ class GradientSwarm(ModeSwarm):
             gradient[self.flags][tensor] = 0.0
         return gradient
 
-    def finish(self, name: str) -> None:
+    def finish(self, *names: str) -> None:
         """In the middle of a backward pass, too."""
-        self.nodes[name].comes = None
-        super().finish(name)
+        for name in names:
+            self.nodes[name].comes = None
+            super().finish(name)
 
     def perform(self, name: str, effects: list[Effect]) -> None:
         node = self.nodes[name]

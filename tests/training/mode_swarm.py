@@ -170,12 +170,13 @@ class ModeSwarm:
         node.waits = node.core.quiet.stands_at(node.steps, node.core.barrier)
         self.report(name, published=node.asked or node.waits)
 
-    def finish(self, name: str) -> None:
-        """Its run ends, unless it waits or has ended."""
-        node = self.nodes[name]
-        if not node.finishing and not node.waits:
-            node.finishing = True
-            self.report(name, published=True)
+    def finish(self, *names: str) -> None:
+        """Their runs end, unless they wait or have ended."""
+        for name in names:
+            node = self.nodes[name]
+            if not node.finishing and not node.waits:
+                node.finishing = True
+                self.report(name, published=True)
 
     def begin_again(self, name: str) -> None:
         """Another run follows one that has ended."""

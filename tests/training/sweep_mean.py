@@ -352,8 +352,7 @@ class Weather:
                 self.restart(name)
         self.calm()
         if self.rng.integers(2):
-            for name in sorted(self.swarm.nodes):
-                self.swarm.step(name, finishing=True)
+            self.swarm.finish(*sorted(self.swarm.nodes))
             self.calm()
 
     def calm(self) -> None:

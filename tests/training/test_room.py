@@ -99,8 +99,7 @@ def test_a_large_model_is_conserved_and_agreed_upon(codec: str, dtype: str, drif
         swarm.settle()
     assert swarm.nodes["a"].core.counts["exchanges"] > 10
     assert swarm.drift() < drift
-    for name in sorted(swarm.nodes):
-        swarm.step(name, finishing=True)
+    swarm.finish(*sorted(swarm.nodes))
     for _ in range(40):  # a flush goes on where its corrections have arrived, at once
         swarm.settle()
         swarm.pass_time(0)
@@ -121,8 +120,7 @@ def test_a_flush_that_waits_for_its_correction_goes_on_and_is_forgotten_by_a_new
     for name in swarm.nodes:
         swarm.step(name, 0.1 * swarm.rng.normal(size=600))
     core = swarm.nodes["a"].core
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
 
     def deliver_until_it_waits() -> None:
         for _ in range(1000):

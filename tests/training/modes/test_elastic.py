@@ -70,8 +70,7 @@ class Upheaval(Weather):
         first, *others = (node.x for node in self.swarm.nodes.values())
         self.swarm.initial_sum = sum([*others, *self.swarm.centres()], first)
         self.swarm.injected[:] = 0.0
-        for name in NAMES:
-            self.swarm.step(name, finishing=True)
+        self.swarm.finish(*NAMES)
         self.swarm.quiesce()
         assert self.swarm.spread() < 0.02
         assert self.swarm.drift() < 1e-12
@@ -93,8 +92,7 @@ def test_any_exchanges_keep_the_sum_and_a_flush_ends_with_one_model(codec: str, 
         swarm.step(rng.choice(sorted(swarm.nodes)), rng.normal(size=64))
         swarm.settle()
         assert swarm.drift() < 1e-12
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
@@ -107,8 +105,7 @@ def test_any_exchanges_keep_the_sum_and_a_flush_ends_with_one_model(codec: str, 
 def test_a_flush_costs_no_more_exchanges_where_some_answer_late(slow: str) -> None:
     """In rounds of those alone who had answered it took thrice as many, and each was sent over the slow lines, too."""
     swarm = elastic_swarm(6, 20, "float32")
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     for _ in range(400):
         for _ in range(2):  # the time that a slow one takes
             while quick := [line for line in swarm.waiting() if not set(line) & set(slow)]:
@@ -125,8 +122,7 @@ def test_a_flush_costs_no_more_exchanges_where_some_answer_late(slow: str) -> No
 
 def test_one_that_never_answers_keeps_the_others_of_a_flush_from_agreeing_for_a_minute() -> None:
     swarm = elastic_swarm(6, 20, "float32")
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     for _ in range(40):
         swarm.lose("f", "a", Delta, DeltaTaken)
         while others := swarm.waiting():
@@ -218,15 +214,14 @@ def test_two_centres_become_the_older_one() -> None:
 
 def test_a_centre_whose_trainer_ends_first_hands_over_and_waits() -> None:
     swarm = elastic_swarm(4, 600, "sign", trigger="change:0.05")
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
     assert swarm.nodes["a"].proceeded == [False]
     exchanges = swarm.nodes["a"].core.counts["exchanges"]
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     swarm.settle()
     assert swarm.nodes["a"].core.counts["exchanges"] <= exchanges + 60
-    for name in "cd":
-        swarm.step(name, finishing=True)
+    swarm.finish("c", "d")
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())

@@ -415,7 +415,7 @@ def test_a_fine_exchange_from_before_a_runs_end_is_none_of_its_flush() -> None:
     assert not link.flushed
     swarm.settle()
     assert link.flushed
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
@@ -425,8 +425,7 @@ def test_a_flush_ends_with_one_model_and_lets_every_trainer_go() -> None:
     swarm = GossipSwarm(4, 600, "sign", trigger="change:0.05", seed=1)
     swarm.everyone_alive()
     swarm.settle()
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
 
     def halves() -> int:
         return sum(life.core.counts["exchanges"] for life in swarm.nodes.values())
@@ -445,7 +444,7 @@ def test_a_leaver_hands_over_to_partners_that_train_on() -> None:
     swarm = GossipSwarm(3, 600, "sign", trigger="change:0.05", seed=1)
     swarm.everyone_alive()
     swarm.settle()
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
     assert swarm.nodes["a"].proceeded == [False], "handed over, but nobody else has finished"
 
@@ -460,7 +459,7 @@ def test_what_comes_of_one_who_trains_on_is_told_when_it_ends(seed: int, steps: 
             swarm.step(name, swarm.rng.normal(size=30))
             swarm.settle()
     for name in "abc":
-        swarm.step(name, finishing=True)
+        swarm.finish(name)
         swarm.settle()
     before = {name: dict(core.references()) for name, core in ((name, swarm.nodes[name].core) for name in "abc")}
     versions = {(name, peer): one.version for name in before for peer, one in before[name].items() if peer != "d"}
@@ -469,7 +468,7 @@ def test_what_comes_of_one_who_trains_on_is_told_when_it_ends(seed: int, steps: 
         swarm.settle()
     after = {(name, peer): one.version for name in before for peer, one in before[name].items() if peer != "d"}
     assert versions == after, "who waits says nothing to others who wait"
-    swarm.step("d", finishing=True)
+    swarm.finish("d")
     swarm.quiesce()
     assert robust or swarm.drift() < 1e-12, "who has gone further than it may move the others comes to them"
     assert all(node.proceeded[-1] for node in swarm.nodes.values())
@@ -490,7 +489,7 @@ def test_while_one_trains_on_those_who_have_ended_agree_loosely() -> None:
         return int(swarm.nodes["a"].core.references()["b"].version)
 
     for name in "ab":
-        swarm.step(name, finishing=True)
+        swarm.finish(name)
         swarm.settle()
     agreed = version()
     move = swarm.rng.normal(size=600)
@@ -498,7 +497,7 @@ def test_while_one_trains_on_those_who_have_ended_agree_loosely() -> None:
     swarm.settle()
     assert swarm.nodes["c"].proceeded == [False], "what it held is with its partners"
     assert version() == agreed, "which may wait for what the last one brings"
-    swarm.step("d", finishing=True)
+    swarm.finish("d")
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert swarm.drift() < 1e-12
@@ -676,8 +675,7 @@ def test_who_trains_on_alone_for_long_is_told_once(more: int, step_s: float, tol
             for name in names:
                 swarm.step(name, 0.1 * swarm.rng.normal(size=30))
             swarm.settle()
-        for name in set("ab") & set(names):
-            swarm.step(name, finishing=True)
+        swarm.finish(*set("ab") & set(names))
         swarm.settle()
     assert [(name, line.split(" runs have ended")[0]) for name, line in swarm.logged] == told * [("c", "all partners'")]
 
@@ -686,7 +684,7 @@ def test_a_finished_node_hands_its_model_over_once() -> None:
     swarm = GossipSwarm(2, 600, "sign", seed=1)
     swarm.everyone_alive()
     swarm.settle()
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
     handed = swarm.nodes["a"].core.counts["trigger_finishing"]
     for _ in range(10):
@@ -782,8 +780,7 @@ def test_who_trains_on_alone_keeps_its_partners(ended: str, monkeypatch: pytest.
     swarm = GossipSwarm(8, 10, "float32", view=2, seed=1)
     swarm.everyone_alive()
     swarm.quiesce()
-    for name in ended:
-        swarm.step(name, finishing=True)
+    swarm.finish(*ended)
     swarm.quiesce()
 
     def trains(steps: int) -> None:
@@ -825,10 +822,10 @@ def test_after_a_runs_end_each_step_is_news_be_the_partner_there_or_not() -> Non
     swarm = linked_pair()
     swarm.step("a", 9.0)
     assert swarm.nodes["a"].core.quiet != EVERY_STEP
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     assert not swarm.nodes["a"].core.drained
     assert swarm.nodes["a"].core.quiet == EVERY_STEP
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     swarm.quiesce()
     assert swarm.nodes["a"].core.drained
     assert swarm.nodes["a"].core.quiet == EVERY_STEP

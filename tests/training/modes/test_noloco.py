@@ -127,8 +127,7 @@ def test_the_end_of_a_run_gives_a_liar_no_more_than_was_usual_between_the_others
     before = {name: swarm.nodes[name].x.copy() for name in honest}
     usual = max(float(np.linalg.norm(before[one] - before[other])) for one in honest for other in honest)
     swarm.nodes[liar].x = np.full(60, lie)
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     for _ in range(3):
         swarm.quiesce()
     for name in honest:
@@ -157,8 +156,7 @@ class Weather(Connections):
         if not hasattr(self, "swarm"):
             return
         self.swarm.calm()
-        for name in NAMES:
-            self.swarm.step(name, finishing=True)
+        self.swarm.finish(*NAMES)
         self.swarm.quiesce()
         self.swarm.quiesce()
         assert self.swarm.spread() < 0.03

@@ -62,8 +62,7 @@ def test_the_mean_is_kept_where_links_make_room_for_others(seed: int) -> None:
         for name in swarm.nodes:
             swarm.step(name, 0.1 * rng.normal(size=40))
             come(9)
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     come(100_000)
     swarm.quiesce()
     assert abs(total_weight(swarm) - 9) < 1e-12
@@ -87,8 +86,7 @@ def test_in_float32_the_mean_drifts_by_rounding_alone(codec: str) -> None:
     assert abs(total_weight(swarm) - 4) < 1e-12
     # a rounding is at most 2**-24 of a value, and random: far below one for each push, added up
     assert swarm.drift() < 2**-24 * 300
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     swarm.quiesce()
     assert swarm.spread() < 0.01
 
@@ -180,15 +178,14 @@ def test_who_has_finished_does_not_gather_the_weight_of_those_who_train_on() -> 
     swarm = GossipSwarm(4, 40, "sign", seed=3, mode="push-sum")
     swarm.everyone_alive()
     swarm.settle()
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     for _ in range(300):
         for name in "acd":
             swarm.step(name, np.full(40, 0.01))
             swarm.settle()
     assert min(swarm.nodes[name].core.weight for name in "acd") > 0.2
     assert np.linalg.norm(swarm.nodes["b"].x - swarm.nodes["a"].x) < 0.1 * np.linalg.norm(swarm.nodes["a"].x)
-    for name in "acd":
-        swarm.step(name, finishing=True)
+    swarm.finish("a", "c", "d")
     swarm.quiesce()
     assert abs(total_weight(swarm) - 4) < 1e-12
     assert all(node.proceeded[-1] for node in swarm.nodes.values())
@@ -207,7 +204,7 @@ def test_who_has_no_weight_left_to_give_pushes_its_model_alone() -> None:
     assert swarm.nodes["a"].proceeded == [False], "it was flushed all the same"
     assert swarm.nodes["a"].core.weight == light
     assert np.array_equal(swarm.nodes["b"].x, other)
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     swarm.quiesce()
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
     assert swarm.spread() < 0.01
@@ -223,13 +220,13 @@ def test_who_has_not_heard_of_an_end_is_told_again() -> None:
         for name in swarm.nodes:
             swarm.step(name)
             swarm.settle()
-    swarm.step("a", finishing=True)
+    swarm.finish("a")
     swarm.settle()
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     assert swarm.queues["b", "a"], "the word of its end"
     swarm.queues["b", "a"].clear()
     swarm.settle()
-    swarm.step("c", finishing=True)
+    swarm.finish("c")
     swarm.settle()
     assert True not in swarm.nodes["a"].proceeded
     for wait_s in (1, 2, 4):
@@ -249,7 +246,7 @@ def test_two_without_weight_do_not_ask_each_other_without_end(back: bool) -> Non
     push = swarm.queues["a", "b"].popleft()
     assert isinstance(push, Push)
     core = swarm.nodes["b"].core
-    swarm.step("b", finishing=True)
+    swarm.finish("b")
     core._account.weight = WEIGHT_MIN / 2
     asks = replace(push, weight=0.0, finishing=True, back=back)
     answers = [effect.message for effect in core.on_message("z", asks, 0.0) if isinstance(effect, Send)]

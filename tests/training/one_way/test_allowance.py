@@ -241,8 +241,7 @@ def test_a_swarm_ends_with_one_model_within_its_limits(mode: str) -> None:
     late = sum(node.core.counts["pushes_late"] + node.core.counts["pushes_shortened"] for node in swarm.nodes.values())
     pushes = sum(node.core.counts["exchanges"] for node in swarm.nodes.values())
     assert late < 0.1 * pushes, "of an honest swarm hardly any"
-    for name in swarm.nodes:
-        swarm.step(name, finishing=True)
+    swarm.finish(*swarm.nodes)
     swarm.quiesce()
     assert swarm.spread() < 0.01
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
