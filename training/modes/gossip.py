@@ -80,8 +80,8 @@ class Gossip(PartneredMode[PairLink]):
     CODEC = AUTO
     tolerance = 0.7 * FLUSH_TOLERANCE  # of what is measured, with some error; others have bounds above it
     COMPARES = True
-    answered_min_s = ANSWERED_MIN_S
     """At a run's end partners say where they are, and exchange where that is far apart."""
+    answered_min_s = ANSWERED_MIN_S
 
     def __init__(
         self,
