@@ -51,7 +51,7 @@ from peerd.transport.secure.signing import Signing
 from peerd.transport.sending.budget import Budget
 from peerd.transport.tcp import TcpTransport
 
-PROTOCOL = 26
+PROTOCOL = 27
 TENSORS_BYTES_MAX = 40 << 10  # of tensor names in a HELLO; the rest is covered by the hash
 TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256

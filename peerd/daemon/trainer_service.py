@@ -31,6 +31,7 @@ from peerd.node.donors import ASK_SOON_S, RequestLimit
 from peerd.node.meta import FIRST, FOUNDS, NodeMeta, partners, partners_said
 from peerd.node.model_copy import ModelCopy
 from peerd.node.run_ends import RunEnds
+from peerd.node.same_batches import SameBatches
 from peerd.process import host_memory
 from peerd.process.logs import LOGGER
 from peerd.process.threads import in_thread
@@ -62,6 +63,11 @@ from peerd.transport.secure.signing import Signing
 
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
+SAME_BATCHES = (
+    "%s trains on the same batches as this node: both models began with the same inputs, step by step, so the two "
+    "learn no more than one; have each node's script read its own part of the data, or make its seed of PEERD_NAME "
+    '(README, "Your own training")'
+)
 LETS_GO_WITHIN_S = 0.5  # a script may have closed its session just now, and attach anew: it is refused so much later
 VALUES_MAX = 1 << 38  # four terabytes of shared memory; nothing else here ends before
 
@@ -112,6 +118,7 @@ class TrainerService:
         self._nursery: trio.Nursery | None = None  # while it runs
         self._requests, self._sketches = RequestLimit(), RequestLimit(ASK_SOON_S)
         self._ends = RunEnds()
+        self._same_batches = SameBatches()
         self._giving: set[NodeId] = set()  # members to whom the model is about to be sent
         self._leaving = False
         self._begins = trio.Lock()
@@ -144,6 +151,11 @@ class TrainerService:
         """How models are combined, once there is one."""
         return self._runner.core.mode
 
+    @property
+    def same_batches(self) -> frozenset[NodeId]:
+        """Who trains on the batches that this node trains on."""
+        return self._same_batches.found
+
     # ---------------------------------------------------------------- from the swarm
 
     def on_members(self) -> None:
@@ -153,7 +165,12 @@ class TrainerService:
         known = self._members()
         if self.mode is not None:
             self._runner.on_partners(self._partners(known, self._runner.core.plan, type(self.mode)))
-        others = self._ends.heard(partners_said(known, self._me, self.signature))
+        said = partners_said(known, self._me, self.signature)
+        # one that has died may have come back under another name
+        alive = {id: meta for id, meta in said.items() if known[id].state == State.ALIVE}
+        for id in self._same_batches.heard(self.meta, alive):
+            LOGGER.warning(SAME_BATCHES, known[id].name)
+        others = self._ends.heard(said)
         if (session := self._runner.session) is not None:
             session.board.say_others(others)
 
@@ -368,7 +385,7 @@ class TrainerService:
         variances = tuple((start, stop) for start, stop in comes.variances)
         self.layout = _layout_of(comes)
         is_news = not self.meta.expects
-        await self._tell(model=self.signature, expects=True, ended=False, made=0)
+        await self._tell(model=self.signature, expects=True, ended=False, made=0, draws=b"")
         await session.tell(protocol.Welcome(str(settings.checkpoints), settings.checkpoint_every_s))
         ready = await session.receive()
         if not isinstance(ready, protocol.Ready):
@@ -467,6 +484,8 @@ class TrainerService:
                         await self._runner.say_spare()
                     case protocol.BarrierHeard():
                         self._runner.on_told()
+                    case protocol.Drew(digest):
+                        await self._tell(draws=digest)
             nursery.cancel_scope.cancel()
 
     async def _release(self, session: TrainerSession) -> None:

@@ -183,6 +183,7 @@ class Verbs:
                 for member in members.values()
                 if member.state == State.ALIVE and NodeMeta.unpack(member.meta).stalled
             ),
+            "same_batches": sorted(names.get(id, id) for id in model.same_batches),
             "awareness": membership.awareness,
             "mode": self._mode_under(model.plans.plan),
             "plan": model.plans.plan.number,

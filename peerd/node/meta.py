@@ -19,7 +19,7 @@ FIRST = (1 << 63) - 1
 FOUNDS = FIRST - 1
 """Nobody does who has not begun to."""
 
-_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0, 0]
+_NOTHING_LATER = [*plans.pack(AS_STARTED), False, False, False, False, b"", False, 0, 0, b""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,12 @@ class NodeMeta:
     ended: bool = False  # its trainer's run: the last step is made, and it was not broken off
     made: int = 0  # parts of that run, where the trainer has said how long it is (training/model/over.py)
     resumes_at: int = 0  # before it is ready: the step of its newest checkpoint, or FOUNDS; FIRST once it goes first
+    draws: bytes = b""  # by what its model began (peerd/trainer/inputs.py); b"": that is not known
 
     def pack(self) -> bytes:
         """At most 64 bytes while each node works as it was started, else at most 500."""
         flags = [self.averaged, self.stands, self.stalled, self.issuer]
-        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended, self.made, self.resumes_at]
+        later = [*plans.pack(self.plan), *flags, self.plan.proof, self.ended, self.made, self.resumes_at, self.draws]
         if later == _NOTHING_LATER:
             later = []
         packed: bytes = msgpack.packb([self.model[:16], self.ready, self.expects, self.founder, *later])
@@ -63,7 +64,8 @@ class NodeMeta:
         plan = plans.unpack(said[4:8], *said[12:13])
         known = model, ready is True, expects is True, founder is True
         made, resumes_at = (_number(said[at : at + 1], most) for at, most in ((14, PARTS), (15, FIRST)))
-        return cls(*known, plan, averaged, stands, stalled, issuer, ended, made, resumes_at)
+        draws = next((value for value in said[16:17] if type(value) is bytes), b"")
+        return cls(*known, plan, averaged, stands, stalled, issuer, ended, made, resumes_at, draws)
 
 
 @dataclass(frozen=True, slots=True)

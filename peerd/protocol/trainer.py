@@ -18,6 +18,7 @@ at a barrier it stands after Stepped  ->
                                       <-      BarrierIs: the mode has changed, nobody waits at the old one's
 BarrierHeard                          ->
 CheckpointFailed, when that changes   ->
+Drew, once, if that is known          ->
 in a backward pass: GradientPart      ->
 with gradients, after GradientReady   ->
                                       <-      Load: your model is this copy now (it was away)
@@ -34,6 +35,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+DRAWS_BYTES = 8  # that say by which batches a model began
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,19 @@ class CheckpointFailed(Said):
     why: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Drew(Said):
+    """By these inputs my model began (peerd/trainer/inputs.py): a digest."""
+
+    KIND = "drew"
+    digest: bytes
+
+    def check(self) -> None:
+        """See `Said`."""
+        if len(self.digest) != DRAWS_BYTES:
+            raise ValueError(f"drew: a digest of {len(self.digest)} bytes")
+
+
 # ---------------------------------------------------------------- from the daemon
 
 
@@ -286,7 +302,7 @@ class Stop(Said):
 FROM_TRAINER: dict[str, type[Said]] = {
     each.KIND: each
     for each in (
-        Attach, Ready, Stepped, Added, GradientPart, GradientReady, SpareWanted, BarrierHeard, CheckpointFailed,
+        Attach, Ready, Stepped, Added, GradientPart, GradientReady, SpareWanted, BarrierHeard, CheckpointFailed, Drew,
     )
 }  # fmt: skip
 FROM_DAEMON: dict[str, type[Said]] = {

@@ -24,6 +24,7 @@ from peerd.protocol.trainer import (
     Attach,
     CheckpointFailed,
     Corrections,
+    Drew,
     GradientPart,
     GradientReady,
     Load,
@@ -41,6 +42,7 @@ from peerd.trainer import checkpoint, groups
 from peerd.trainer.checkpoint_writer import CheckpointWriter, wait_for_earlier
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
+from peerd.trainer.inputs import Inputs
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import forget, kind, learning_rates
 from peerd.trainer.publication import Publication
@@ -163,6 +165,7 @@ class Session:
         self._owed: Said | None = None  # the answer to it
         self._answered: list[None] = []  # whether it was given: a second one would be for the correction that follows
         self.step = 0
+        self._inputs: Inputs | None = None  # where a training begins
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
         self._is_owed = False  # the mean of a gradient that was given
         self.changed_in_pass = False  # the model, since the last step, as a backward pass waited for its mean
@@ -262,6 +265,8 @@ class Session:
         self._moved_at = self.step
         self._watch.copied()
         self._wait()
+        if past is None:
+            self._inputs = Inputs(self._model)
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture, flat.total)
         if passes:  # what came from the one put aside, of the optimizer and else, is in none
@@ -357,6 +362,8 @@ class Session:
         if (failed := self._writer.failed) != self._told_failed:
             self._told_failed = failed
             self._say(CheckpointFailed(failed))
+        if self._inputs is not None and (digest := self._inputs.after_step()) is not None:
+            self._say(Drew(digest))
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
             self._poll(timeout_s=0)
         quiet = self._board.quiet.at_rate(ratio / self._told_ratio)
@@ -522,6 +529,8 @@ class Session:
         self._unpin()
 
     def _remove_hooks(self) -> None:
+        if self._inputs is not None:
+            self._inputs.remove()
         if self.hooks is not None:
             self.hooks.remove()
 

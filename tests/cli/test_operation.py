@@ -456,3 +456,39 @@ def test_two_swarms_that_one_node_joins_become_one_and_who_began_alone_is_told(m
         here.sees(a="alive", b="alive")
         here.says(f"{there.name} trains already, with another model than this node")
         here.says(f"start it with --join {there.address}")
+
+
+def test_nodes_of_one_seed_are_told_that_they_draw_the_same_batches(machine: Machine) -> None:
+    """Though one starts when the other has long begun, and with its model; once, and of nobody else."""
+    script = machine.script("train.py", TRAIN)
+    a = machine.start("a", script)
+    a.trains(beyond=20)
+    b, c = machine.start("b", script, join=a), machine.start("c", script, join=a, SEED="1")
+    for here, there in ((a, b), (b, a)):
+        here.says(f"{there.name} trains on the same batches as this node")
+        here.eventually(lambda here=here, there=there: here.ask("status")["same_batches"] == [there.name])  # type: ignore[misc]
+    c.trains(beyond=20)
+    shown = machine.peerd("status", "--name", "a").stdout
+    assert "same batches as b, and no more learnt than by one" in shown
+    b.signal(signal.SIGINT)
+    assert b.end() == 0
+    a.eventually(lambda: a.ask("status")["same_batches"] == [])
+    assert c.ask("status")["same_batches"] == []
+    a.trains(beyond=a.step + 20)
+    machine.end()
+    assert [node.log.count("trains on the same batches") for node in (a, b, c)] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("ranks", ["01", "00"])
+def test_a_built_in_task_draws_what_its_rank_says(machine: Machine, ranks: str) -> None:
+    """Of one seed for all: each has a part of the data."""
+    options = ("--wait-for", "2", "digits", "--steps", "100000", "--pace", "0.01")
+    a = machine.start("a", *options, PEERD_RANK=ranks[0], PEERD_PEERS="2")
+    b = machine.start("b", *options, join=a, PEERD_RANK=ranks[1], PEERD_PEERS="2")
+    for node in (a, b):
+        node.trains(beyond=20)
+    if ranks[0] == ranks[1]:
+        a.says("b trains on the same batches")
+        b.says("a trains on the same batches")
+    machine.end()
+    assert ("same batches" in machine.logs()) == (ranks[0] == ranks[1])

@@ -33,7 +33,7 @@ def test_the_help_explains_every_trigger_decision() -> None:
 
 ANSWER: dict[str, Any] = {
     "name": "a", "phase": "training", "mode": "allreduce", "members": {"alive": 2}, "trainer": None,
-    "joining": [], "no_steps": [], "crash": "",
+    "joining": [], "no_steps": [], "same_batches": [], "crash": "",
     "no_partner_s": None, "refused": {}, "consensus_distance": 0.0, "bytes_sent": 0, "bytes_received": 0,
     "snapshots": 0, "budget_bytes_s": None, "budget_waited_s": 0.0,
     "address_gone": "", "address_unreached": "", "relay_lost_s": None, "relayed_for": [], "relayed_bytes": 0,
@@ -120,6 +120,14 @@ def test_who_makes_no_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
     shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
     assert "no steps from b, c: the script hangs, or has died\n" in shown
+
+
+def test_who_draws_the_same_batches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = {**ANSWER, "same_batches": ["b", "c"], "exchanges": 0, "counts": {}, "links": []}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert "same batches as b, c, and no more learnt than by one: the log says more\n" in shown
 
 
 def test_what_a_budget_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:

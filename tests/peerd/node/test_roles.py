@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerd.node.meta import FIRST, FOUNDS, FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
+from peerd.protocol.trainer import DRAWS_BYTES
 from peerd.transport.ids import Address
 from peerd.transport.messages import Member, State
 from peerd.transport.wire import BYTES_MAX
@@ -168,12 +169,12 @@ def test_a_ready_member_of_another_model_is_asked_and_is_no_partner() -> None:
 @PRINTED
 @given(
     st.text("0123456789abcdef", max_size=64), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
-    st.integers(0, FIRST),
+    st.integers(0, FIRST), st.just(b"") | st.binary(min_size=DRAWS_BYTES, max_size=DRAWS_BYTES),
 )  # fmt: skip
 def test_about_round_trip(
-    model: str, ready: bool, expects: bool, founder: bool, stalled: bool, ended: bool, resumes_at: int
+    model: str, ready: bool, expects: bool, founder: bool, stalled: bool, ended: bool, resumes_at: int, draws: bytes
 ) -> None:
-    about = NodeMeta(model, ready, expects, founder, stalled=stalled, ended=ended, resumes_at=resumes_at)
+    about = NodeMeta(model, ready, expects, founder, stalled=stalled, ended=ended, resumes_at=resumes_at, draws=draws)
     assert len(about.pack()) <= 64 <= BYTES_MAX
     assert NodeMeta.unpack(about.pack()) == replace(about, model=model[:16])
 
@@ -183,6 +184,7 @@ def test_about_round_trip(
 def test_any_bytes_are_something_said(meta: bytes) -> None:
     about = NodeMeta.unpack(meta)
     assert isinstance(about.model, str)
+    assert type(about.draws) is bytes
     assert {type(about.ready), type(about.expects), type(about.founder)} == {bool}
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.membership.roster import META_BYTES
-from peerd.node.meta import NodeMeta
+from peerd.node.meta import FIRST, NodeMeta
 from peerd.protocol.plan import (
     NUMBER_MAX,
     after,
@@ -26,10 +26,12 @@ from peerd.protocol.plan import (
     unpack,
     works_with,
 )
+from peerd.protocol.trainer import DRAWS_BYTES
 from peerd.settings import Settings, planned
 from peerd.simulation.referee import Referee
 from peerd.training.codecs import CODECS
 from peerd.training.mode_settings import OPTIONS, OVERLAPS, PLANNED
+from peerd.training.model.over import PARTS
 from peerd.training.modes import MODES, class_of
 from peerd.training.modes.parameter_server import ParameterServer
 from peerd.transport.errors import UserError
@@ -116,8 +118,8 @@ def test_what_is_said_is_understood_and_fits(plan: Plan, proof: bytes) -> None:
     plan = replace(plan, proof=proof)
     assert unpack([*pack(plan)]) == plan
     assert unpack([*pack(plan)], proof).proof == proof
-    for said in itertools.product((False, True), repeat=3):
-        about = NodeMeta("m" * 16, True, True, True, plan, *said)
+    for averaged, stands, stalled in itertools.product((False, True), repeat=3):
+        about = NodeMeta("m" * 16, True, True, True, plan, averaged, stands, stalled)
         assert NodeMeta.unpack(about.pack()) == about
         assert NodeMeta.unpack(about.pack()).plan.proof == proof
         assert len(about.pack()) <= META_BYTES
@@ -125,7 +127,9 @@ def test_what_is_said_is_understood_and_fits(plan: Plan, proof: bytes) -> None:
 
 def test_the_longest_plan_fits_and_a_longer_one_is_none() -> None:
     longest = Plan(NUMBER_MAX, "i" * 128, False, "t" * 200, bytes(PROOF_BYTES))
-    about = NodeMeta("m" * 16, True, True, True, longest, True, True, True)
+    about = NodeMeta(
+        "m" * 16, True, True, True, longest, True, True, True, True, True, PARTS, FIRST, bytes(DRAWS_BYTES)
+    )
     assert len(about.pack()) <= META_BYTES
     assert NodeMeta.unpack(about.pack()) == about
     for plan in (

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from peerd.local.local_socket import pack
 from peerd.protocol.trainer import (
+    DRAWS_BYTES,
     FROM_DAEMON,
     FROM_TRAINER,
     Attach,
@@ -27,6 +28,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
     str: st.text(max_size=5),
+    bytes: st.binary(min_size=DRAWS_BYTES, max_size=DRAWS_BYTES),
     list[str]: st.lists(st.text(max_size=5), max_size=3),
     list[Any]: st.just([]),
     int | None: st.none() | st.integers(0, 1),
@@ -37,6 +39,7 @@ WRONG: dict[Any, list[Any]] = {
     float: ["1", None, True],
     bool: [1, None],
     str: [1, None, b"x"],
+    bytes: ["12345678", None, b"1234567", b"123456789"],
     list[str]: ["x", [1], None],
     list[Any]: [1, [[1]], [["a", "b"]], [[2, 1]], [[0, 10**9]]],
     int | None: ["1", 1.5, True],

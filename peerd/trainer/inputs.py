@@ -1,0 +1,169 @@
+"""Which batches does a script draw? A digest of what its model is given in its first steps, or none.
+
+Two nodes of one digest were given the same inputs, to the bit, in each of their first STEPS steps, no two of which were
+alike: they draw the same batches in the same order. It is of what goes in, not of what the model becomes, so it holds
+for nodes that started at different times, whose models differ, for any optimizer and any mode. Adam's first step is
+little more than the signs of a gradient: of a small model other batches may well make the same one.
+
+Nothing is told of a model whose inputs are the same at each step, as those of all data at once or of fixed coordinates
+are, nor of one that is not called, is compiled whole, or gets no tensors: that two nodes draw the same may be missed,
+never made up. Of several ranks it is what the first one draws.
+
+Of a large tensor KEPT values count, at places that no length of a row meets in one column. They stay where they are
+until the last step, so a GPU is waited for once; what of it went through other arithmetic (a GPU's preprocessing beside
+a CPU's) differs, and is missed, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from io import BytesIO
+from typing import Any
+
+import torch
+from torch import nn
+
+from peerd.protocol.trainer import DRAWS_BYTES
+from peerd.training.model.names import wraps_as
+from peerd.training.model.together import Together
+
+STEPS = 8
+"""With inputs. Of two nodes that shuffle a data set of four samples on their own, one pair in 576 has these alike."""
+STEPS_MAX = 64  # in which they have to come
+KEPT = 1 << 14  # values of a tensor
+TENSORS_MAX = 32  # of a step, of the many that may accumulate
+DEPTH_MAX = 4  # of lists in lists
+_SPREAD = 40503  # 2^16 over the golden ratio, odd
+
+
+class Inputs:
+    """What one model is given, until it is known, or will not be."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._steps: list[list[torch.Tensor]] = []  # bytes of tensors
+        self._now: list[torch.Tensor] = []
+        self._count = 0
+        self._root_called = False
+        self._hooks: list[Any] = []
+        self._failed = False
+        for root in _roots(model):
+            self._hook(root, is_root=True)
+            if wraps_as(root) is None:  # else what is inside is called by it alone
+                for child in root.children():  # Lightning's modules are often called in parts
+                    self._hook(child, is_root=False)
+
+    def after_step(self) -> bytes | None:
+        """The digest, once; the hooks are gone then, or as soon as there will be none."""
+        if not self._hooks:
+            return None
+        self._count += 1
+        if self._now:
+            self._steps.append(self._now)
+            self._now = []
+        done = len(self._steps) == STEPS
+        if not done and not self._failed and self._count < STEPS_MAX:
+            return None
+        self.remove()
+        steps, self._steps, self._now = self._steps, [], []
+        return _digest_of(steps) if done and not self._failed else None
+
+    def remove(self) -> None:
+        """Hear no more. What was kept stays: a forked child, which has no CUDA, must not let go of it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook(self, module: nn.Module, *, is_root: bool) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):
+            self._hooks.append(module.register_forward_pre_hook(_Hook(self, is_root=is_root), with_kwargs=True))
+
+    def called(self, given: object, *, is_root: bool) -> None:
+        """The model, or where it is called in parts a part, is about to be given this."""
+        if self._failed or not torch.is_grad_enabled():
+            return
+        if is_root and not self._root_called:
+            self._root_called, self._steps, self._now = True, [], []
+        if is_root != self._root_called:
+            return
+        try:
+            for tensor in _tensors(given):
+                if len(self._now) == TENSORS_MAX:
+                    return
+                if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                    self._failed = True  # replays call nothing
+                    return
+                self._now.append(_kept(tensor))
+        except Exception:  # torch's own, of odd tensors: the script must not hear of it
+            self._failed = True
+
+
+class _Hook:
+    """Before a module's forward pass; that of a copy of the module only goes away."""
+
+    def __init__(self, inputs: Inputs | None, *, is_root: bool) -> None:
+        self._inputs = inputs
+        self._is_root = is_root
+
+    def __call__(self, module: nn.Module, arguments: object, named: object) -> None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return  # a graph would have it in it for ever
+        if self._inputs is not None:
+            self._inputs.called((arguments, named), is_root=self._is_root)
+            return
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def __deepcopy__(self, _: object) -> _Hook:
+        return _Hook(None, is_root=self._is_root)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes three, does nothing, and whoever loads it needs no peerd
+
+
+def _roots(model: nn.Module) -> Iterable[nn.Module]:
+    return model.children() if isinstance(model, Together) else [model]
+
+
+def _tensors(given: object, depth: int = 0) -> Iterator[torch.Tensor]:
+    if type(given) is torch.Tensor and given.layout is torch.strided and given.numel():  # one of ranks together has a
+        yield given  # type of its own, and to look at it is all ranks' to do
+    elif depth <= DEPTH_MAX and isinstance(given, Mapping):
+        for value in given.values():
+            yield from _tensors(value, depth + 1)
+    elif depth <= DEPTH_MAX and isinstance(given, list | tuple):
+        for value in given:
+            yield from _tensors(value, depth + 1)
+
+
+@torch.no_grad()
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes, or those of some of its values, shape (count,), in memory of their own, where it is."""
+    values = tensor.detach().reshape(-1)
+    if len(values) > KEPT:
+        block = len(values) // KEPT
+        runs = torch.arange(KEPT, device=values.device)
+        values = values[runs * block + runs * _SPREAD % block]
+    else:
+        values = values.clone()
+    return values.view(torch.uint8)
+
+
+def _digest_of(steps: list[list[torch.Tensor]]) -> bytes | None:
+    """None where two of them are alike."""
+    try:
+        of_steps = [hashlib.sha256(step).digest() for step in _bytes_of(steps)]
+    except Exception:  # of a GPU that has failed, or of tensors that were never values
+        return None
+    alike = len(set(of_steps)) < len(of_steps)
+    return None if alike else hashlib.sha256(b"".join(of_steps)).digest()[:DRAWS_BYTES]
+
+
+def _bytes_of(steps: list[list[torch.Tensor]]) -> list[bytes]:
+    """With one copy from each device."""
+    there: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in (tensor for step in steps for tensor in step):
+        there.setdefault(tensor.device, []).append(tensor)
+    here = {device: BytesIO(torch.cat(tensors).cpu().numpy().tobytes()) for device, tensors in there.items()}
+    return [b"".join(here[tensor.device].read(len(tensor)) for tensor in step) for step in steps]
