@@ -144,7 +144,8 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
     if len(values) > KEPT:
         block = len(values) // KEPT
         runs = torch.arange(KEPT, device=values.device)
-        values = values[runs * block + runs * _SPREAD % block]
+        # in brackets they might be a mask, whose result's length a GPU has to say first
+        values = values.index_select(0, runs * block + runs * _SPREAD % block)
     else:
         values = values.clone()
     return values.view(torch.uint8)

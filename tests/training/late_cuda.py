@@ -366,7 +366,7 @@ def late_cuda(seed: int, eagerness: float = 0.5) -> Iterator[Gpu]:
             "device": _device,
             "cudart": _Runtime,
         },
-        torch: {name: _by_own_name(getattr(torch, name)) for name in ("empty", "zeros", "full", "tensor")},
+        torch: {name: _by_own_name(getattr(torch, name)) for name in ("arange", "empty", "zeros", "full", "tensor")},
         torch.Tensor: {"to": _by_own_name(torch.Tensor.to)},
     }
     try:

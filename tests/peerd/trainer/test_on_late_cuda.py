@@ -20,6 +20,7 @@ from torch import nn
 import peerd
 from peerd.trainer import swarm as swarm_module
 from peerd.trainer.figures import FromGpus
+from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
 from peerd.trainer.optimizers import learning_rates
 from peerd.trainer.session import Refused, Session
 
@@ -198,3 +199,20 @@ def test_a_step_in_a_cuda_graph_is_refused(path: Path, monkeypatch: pytest.Monke
                 assert swarm.alone
 
     with_daemon(path, script)
+
+
+def test_a_digest_of_inputs_waits_for_the_device_once() -> None:
+    """At the last of its steps; beside numbers that are on the host it is what it would be there."""
+    batches = [torch.randn(3, KEPT) for _ in range(STEPS)]
+    times = [torch.tensor(float(number)) for number in range(STEPS)]
+    on_host = _digest_of([[_kept(batch), _kept(time)] for batch, time in zip(batches, times, strict=True)])
+    with late_cuda(1, 0.0) as gpu:
+        given = [batch.to(CUDA) for batch in batches]
+        steps: list[list[torch.Tensor]] = []
+        for batch, time in zip(given, times, strict=True):
+            assert gpu.waits_of(lambda batch=batch, time=time: steps.append([_kept(batch), _kept(time)])) == 0
+            batch.zero_()  # the script's next batch, in the same memory
+        found: list[bytes | None] = []
+        assert gpu.waits_of(lambda: found.append(_digest_of(steps))) == 1
+    assert found == [on_host]
+    assert on_host is not None
