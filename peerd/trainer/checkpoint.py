@@ -30,7 +30,7 @@ from peerd.local.durable import flush, write
 from peerd.local.generations import generations, step_of
 from peerd.trainer import groups, states
 from peerd.trainer.kept import NOTHING, Kept
-from peerd.trainer.optimizers import kind
+from peerd.trainer.optimizers import kind, load
 from peerd.training.model.shards import taken_apart, whole
 
 KEEP_GENERATIONS = 2
@@ -196,7 +196,7 @@ def restore(
         then = [then[at] if at < len(then) else {} for at, _ in places]
     together, line = groups.merged(kept, then, optimizer)
     try:
-        optimizer.load_state_dict({"state": state, "param_groups": together})
+        load(optimizer, {"state": state, "param_groups": together})
     except ValueError:  # it groups the parameters in another way
         return False
     if line:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.trainer.figures import one_number
@@ -15,6 +15,9 @@ from peerd.trainer.figures import one_number
 WRAPPERS_MAX = 8  # one around the other; none is deeper that does not contain itself
 KEEP_NOTHING = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
 """Wrappers that are optimizers of torch's by their classes: what they load, the one within does not know."""
+BEGIN_AT_ZERO = {Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop}
+"""Whose first step finds zeros, and ones in what is multiplied up."""
+PRODUCTS = {"mu_product"}
 
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -73,13 +76,54 @@ def forget(optimizer: Any) -> None:
         forget(part)
     if (state := getattr(optimizer, "state", None)) is None:
         return
-    if type(optimizer) in (Adam, AdamW) and any(group["capturable"] for group in optimizer.param_groups):
+    if _may_be_in_graph(optimizer, state):
         # a CUDA graph that steps has their addresses: let go, they would be other tensors', and it would write there
         for entries in state.values():
-            for value in entries.values():  # as their first step would begin
-                value.zero_()
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    # as the first step would begin; another object, by which quasi_global.py sees that it does
+                    entries[key] = value.fill_(1.0 if key in PRODUCTS else 0.0).detach()
         return
     state.clear()
+
+
+def _may_be_in_graph(optimizer: Any, state: Mapping[Any, Any]) -> bool:
+    """Whether torch lets a CUDA graph step it: those that are said to be capturable, and SGD, which is not asked."""
+    if type(optimizer) is SGD:
+        return any(isinstance(one, torch.Tensor) and one.is_cuda for each in state.values() for one in each.values())
+    return type(optimizer) in BEGIN_AT_ZERO and any(group["capturable"] for group in optimizer.param_groups)
+
+
+@torch.no_grad()
+def load(optimizer: Any, whole: dict[str, Any]) -> None:
+    """Load a state into the tensors that it has, for the same reason. Raises what its `load_state_dict` does."""
+    before = {
+        (place, key): value
+        for place, entries in _entries_of(optimizer)
+        for key, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+    optimizer.load_state_dict(whole)
+    for place, entries in _entries_of(optimizer):
+        for key, value in entries.items():
+            held = before.get((place, key))
+            if held is not None and type(value) is type(held) and _is_like(value, held):
+                entries[key] = held.copy_(value)
+
+
+def _entries_of(optimizer: Any) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
+    """What it keeps of each parameter, and the settings of each group, with what tells whose they are."""
+    for number, part in enumerate(optimizer.parts if isinstance(optimizer, Several) else [optimizer]):
+        state = getattr(part, "state", None)
+        for parameter, entries in state.items() if isinstance(state, Mapping) else ():
+            if isinstance(entries, dict):
+                yield (number, 0, id(parameter)), entries
+        for at, group in enumerate(part.param_groups):
+            yield (number, 1, at), group
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 class Several:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.trainer.optimizers import Several, as_one, forget, kind, learning_rates
+from peerd.trainer.optimizers import BEGIN_AT_ZERO, Several, as_one, forget, kind, learning_rates, load
 
 
 def parameters(count: int) -> list[torch.nn.Parameter]:
@@ -127,8 +127,13 @@ def test_several_are_restored_as_they_were(shape: list[list[int]], trained: int)
         other.load_state_dict(longer)
 
 
-@pytest.mark.parametrize("kind_of", [torch.optim.Adam, torch.optim.AdamW])
-def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: type[torch.optim.Adam]) -> None:
+def grads(held: list[torch.nn.Parameter], value: float) -> None:
+    for parameter in held:
+        parameter.grad = torch.full((2,), value)
+
+
+@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=lambda kind_of: kind_of.__name__))
+def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: Any) -> None:
     """Its replays go on with that memory, which would be others' by then."""
     one, other = parameters(2)
     several = as_one([kind_of([one], capturable=True), kind_of([other])])
@@ -136,7 +141,62 @@ def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: ty
         for parameter in part.param_groups[0]["params"]:
             part.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": torch.full((2,), torch.nan)}
     graphed, plain = (dict(part.state) for part in several.parts)  # type: ignore[attr-defined]
+    addresses = [value.data_ptr() for value in graphed[one].values()]
     forget(several)
     assert [dict(part.state) for part in several.parts] == [graphed, {}]  # type: ignore[attr-defined]
     assert [value.tolist() for value in graphed[one].values()] == [0.0, [0.0, 0.0]]
+    assert [value.data_ptr() for value in graphed[one].values()] == addresses
     assert plain[other]["step"] == 3.0
+
+
+@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=lambda kind_of: kind_of.__name__))
+def test_where_it_is_forgotten_it_is_as_the_first_step_finds_it(kind_of: Any) -> None:
+    """But for what says that it may be in a graph, which torch has on no processor."""
+    ends = []
+    for may_be in (True, False):
+        held = parameters(3)
+        optimizer = kind_of(held, lr=0.1)
+        for value in (1.0, -2.0, torch.nan):
+            grads(held, value)
+            optimizer.step()
+        with torch.no_grad():
+            for number, parameter in enumerate(held):
+                parameter.fill_(float(number))
+        optimizer.param_groups[0]["capturable"] = may_be
+        forget(optimizer)
+        assert bool(optimizer.state) == may_be
+        optimizer.param_groups[0]["capturable"] = False
+        for value in (1.0, -2.0):
+            grads(held, value)
+            optimizer.step()
+        ends.append(torch.stack([parameter.detach() for parameter in held]))
+    assert torch.equal(*ends)
+
+
+def test_what_is_loaded_goes_where_it_was() -> None:
+    """A script that makes a CUDA graph before it attaches would step with memory that is others' by then."""
+    held = parameters(2)
+    rate = torch.tensor(0.5)
+    parts = [torch.optim.Adam(held[:1], lr=rate), torch.optim.SGD(held[1:], lr=0.1, momentum=0.9)]
+    several = as_one(parts)
+    grads(held, 1.0)
+    for part in parts:
+        part.step()
+    whole = copy.deepcopy(several.state_dict())
+    whole["param_groups"][0]["lr"] = torch.tensor(0.25)
+    rate.fill_(7.0)
+    states = [part.state[parameter] for part, parameter in zip(parts, held, strict=True)]
+    tensors = [rate, *(value for state in states for value in state.values())]
+    expected = [0.25, *(value.tolist() for value in tensors[1:])]
+    grads(held, 3.0)
+    for part in parts:
+        part.step()
+    load(several, whole)
+    states = [part.state[parameter] for part, parameter in zip(parts, held, strict=True)]
+    now = [parts[0].param_groups[0]["lr"], *(value for state in states for value in state.values())]
+    assert [value.tolist() for value in now] == expected
+    assert all(a is b for a, b in zip(now, tensors, strict=True))
+    for part in parts:
+        part.state.clear()
+    load(several, whole)
+    assert parts[1].state[held[1]]["momentum_buffer"].tolist() == expected[-1]
