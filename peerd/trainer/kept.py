@@ -103,7 +103,8 @@ class Kept:
                 self._tell(f"the checkpoint of step {step} has no {name}: it begins as the script made it")
                 continue
             try:
-                _load(held, _made_again(plain[name], tensors))
+                state = _made_again(plain[name], tensors)
+                _load(held, _on_devices_of(held.state_dict() if _has_methods(held) else held, state))
                 given.append(name)
             except Exception as error:
                 self._tell(
@@ -230,6 +231,25 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return _MAPS[kind](dict(_made_again(inside, tensors)))
 
 
+def _on_devices_of(now: Any, state: Any) -> Any:
+    """`state`, fresh from the host's memory, each tensor where the one is that has its place `now`.
+
+    As torch.load gives them back: who takes them as they are goes on with them on the GPU.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.to(now.device) if isinstance(now, torch.Tensor) and not now.is_meta else state
+    if isinstance(state, dict) and isinstance(now, Mapping):
+        for key in state:
+            if key in now:
+                state[key] = _on_devices_of(now[key], state[key])
+    elif isinstance(state, list | deque) and type(now) is type(state):
+        for at, (held, each) in enumerate(zip(list(now), list(state), strict=False)):
+            state[at] = _on_devices_of(held, each)
+    elif type(state) is tuple and isinstance(now, tuple):
+        return tuple(map(_on_devices_of, now, state)) if len(now) == len(state) else state
+    return state
+
+
 def _named(tensor: torch.Tensor, where: str, tensors: dict[str, torch.Tensor]) -> str:
     where = where.encode(errors="replace").decode()
     while where in tensors:  # the keys 1 and "1" of one dictionary
@@ -257,7 +277,7 @@ def _is_told(array: np.ndarray[Any, Any] | np.generic) -> bool:
 @lru_cache(maxsize=64)
 def _is_savable(dtype: torch.dtype) -> bool:
     try:
-        return bool(save({"x": torch.empty(0, dtype=dtype)}))
+        return bool(save({"x": torch.empty(0, dtype=dtype, device="cpu")}))
     except Exception:  # of the library, which has a list of its own
         return False
 

@@ -21,7 +21,8 @@ import peerd
 from peerd.trainer import swarm as swarm_module
 from peerd.trainer.figures import FromGpus
 from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
-from peerd.trainer.optimizers import learning_rates
+from peerd.trainer.kept import Kept
+from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.session import Refused, Session
 
 __all__ = ["path"]
@@ -174,6 +175,55 @@ def test_a_rate_on_the_device_is_waited_for_when_it_has_changed() -> None:
         rate.fill_(0.25)
         assert gpu.waits_of(learning_rates, optimizer) == 1
         assert learning_rates(optimizer) == [0.25]
+
+
+def test_the_momentum_of_sgd_is_forgotten_where_it_is() -> None:
+    """SGD is not asked whether it is capturable: a CUDA graph of any may have its addresses."""
+    with late_cuda(1):
+        held = list(moved(nn.Linear(3, 1)).parameters())
+        optimizer = torch.optim.SGD(held, momentum=0.9)
+        buffers = [Late(torch.full(parameter.shape, torch.nan)) for parameter in held]
+        optimizer.state.update(
+            {parameter: {"momentum_buffer": buffer} for parameter, buffer in zip(held, buffers, strict=True)}
+        )
+        forget(optimizer)
+        for parameter, buffer in zip(held, buffers, strict=True):
+            now = optimizer.state[parameter]["momentum_buffer"]
+            assert now is not buffer
+            assert isinstance(now, Late)
+            assert now.memory is buffer.memory
+            assert not now.cpu().any()
+
+
+def test_what_is_kept_comes_back_to_the_device() -> None:
+    """As torch.load gives it back: averaged weights of a script's own are used as they are."""
+
+    class Averages:
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    def fill(device: torch.device, value: float) -> None:
+        of, both, ema = (torch.full((2,), value + number, device=device) for number in range(3))
+        own.state = {"of": [of], "both": (both, 3), "rng": torch.full((3,), 1, device="cpu")}
+        table["ema"] = {"w": ema}
+
+    own, table = Averages(), dict[str, Any]()
+    kept = Kept({"own": own, "table": table})
+    fill(torch.device("cpu"), 5.0)
+    plain, tensors = kept.capture()
+    with late_cuda(1):
+        fill(CUDA, 0.0)
+        kept.restore(plain, tensors, 7)
+        found = [own.state["of"][0], own.state["both"][0], table["ema"]["w"]]
+        assert [one.device for one in [*found, own.state["rng"]]] == [CUDA, CUDA, CUDA, torch.device("cpu")]
+        assert [one.cpu().tolist() for one in found] == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
+        assert own.state["both"][1] == 3
 
 
 def test_a_backward_pass_of_a_cuda_graph_exchanges_no_gradients() -> None:

@@ -104,12 +104,17 @@ def test_what_others_have_taken_back_does_not_come_again() -> None:
     assert stepped(plain, own) < -1.99, "twice as much: with what its own momentum holds"
 
 
-def test_a_cleared_state_begins_anew() -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_cleared_state_begins_anew(stays: bool) -> None:
+    """On a GPU it `stays` where it is, zeroed."""
     model, optimizer = one()
     QuasiGlobalMomentum(optimizer)
     stepped(model, optimizer)
     model.data.fill_(100.0)  # a return to an older copy
-    optimizer.state.clear()
+    if stays:
+        optimizer.state[model]["momentum_buffer"] = optimizer.state[model]["momentum_buffer"].zero_().detach()
+    else:
+        optimizer.state.clear()
     assert stepped(model, optimizer) == 99.0
     assert stepped(model, optimizer) == 97.5 + 0.25, "m_hat is half of what the one step was"
 
