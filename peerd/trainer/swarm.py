@@ -175,7 +175,7 @@ _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
 
 
 _OF_PARENTS: list[object] = []
-"""In a forked child, which has no CUDA: sessions whose tensors and pinned memory it may not let go, or it aborts."""
+"""In a forked child, which has no CUDA: what has tensors and pinned memory that it may not let go, or it aborts."""
 
 
 def _in_forked_child() -> None:
@@ -417,7 +417,8 @@ class Swarm:
         return True
 
     def _stay_out(self) -> None:
-        _OF_PARENTS.extend([self._session, self._on_gpus])
+        momentum = self._momentum.remove() if self._momentum is not None else None
+        _OF_PARENTS.extend([self._session, self._on_gpus, self._follower, momentum])
         self._ranks = self._follower = self._comeback = None
         if self._session is not None:
             self._session.abandon()

@@ -243,7 +243,7 @@ def _run(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name.split("::")[1]
     if (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
         stream.push(lambda: func(*own_args, **own))
-        return kwargs.get("out", args[0])
+        return kwargs.get("out", args[0]) if func._schema.returns else None  # of foreach there is none
     if _FOR_THE_DEVICE_TO_SAY & {*func.tags}:
         stream.synchronize()
         return _late(func(*own_args, **own))

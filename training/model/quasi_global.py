@@ -68,11 +68,13 @@ class QuasiGlobalMomentum:
             )
         ]
 
-    def remove(self) -> None:
-        """From now on the momentum is the optimizer's own."""
+    def remove(self) -> object:
+        """From now on the momentum is the optimizer's own. Returns what was kept, whose memory is its holder's."""
         for hook in self._hooks:
             hook.remove()
+        kept = list(self._kept.values())
         self._kept.clear()
+        return kept
 
     @torch.no_grad()
     def _before_step(self, optimizer: SGD, _: object, __: object) -> None:

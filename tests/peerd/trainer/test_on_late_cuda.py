@@ -24,6 +24,7 @@ from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import forget, learning_rates
 from peerd.trainer.session import Refused, Session
+from peerd.training.model.quasi_global import QuasiGlobalMomentum
 
 __all__ = ["path"]
 
@@ -127,6 +128,34 @@ def test_a_forked_child_lets_nothing_go_that_is_cudas(path: Path) -> None:
         swarm_module._OF_PARENTS.clear()
 
     with_daemon(path, script)
+
+
+def test_nor_does_that_of_another_rank_or_of_a_momentum_that_goes_with_the_swarm() -> None:
+    """What was read in a stream other than its own, or is cudaMallocAsync's, is let go with calls of CUDA's."""
+
+    class Others:
+        """As a Follower: of this rank's own, the copy of its shards."""
+
+        step = 0
+        alone = False
+
+    with late_cuda(1):
+        model = moved(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        momentum = QuasiGlobalMomentum(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 1.0, device=CUDA)
+        optimizer.step()
+        held: list[weakref.ref[object]] = [weakref.ref(kept.momentum.memory) for kept in momentum._kept.values()]  # type: ignore[attr-defined]
+        others: Any = Others()
+        held.append(weakref.ref(others))
+        swarm = peerd.Swarm(None, None, others, momentum)
+        assert not swarm.alone
+        del others
+        swarm_module._in_forked_child()
+        gc.collect()
+        assert all(one() is not None for one in held)
+        swarm_module._OF_PARENTS.clear()
 
 
 @pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.9])

@@ -14,11 +14,13 @@ from late_cuda import CUDA, OTHER, Stream, late_cuda, moved
 from on_device import Array, Node, Passes, made
 from torch import nn
 
+from peerd.trainer.optimizers import forget
 from peerd.training.model import flat as flat_module
 from peerd.training.model import gradient_parts
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients
+from peerd.training.model.quasi_global import QuasiGlobalMomentum
 from peerd.training.model.transfers import pin
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -101,6 +103,31 @@ def test_a_correction_is_waited_for_once(layers: int) -> None:
     with late_cuda(0) as gpu:
         node = Node(moved(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))))
         assert gpu.waits_of(node.do, "add", 1) == 1
+
+
+def with_quasi_global_momentum(model: nn.Module, corrections: list[float]) -> list[torch.Tensor]:
+    """Weights after a step for each correction, which follows it, and a rollback."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    QuasiGlobalMomentum(optimizer)
+    for number, correction in enumerate(corrections):
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 1.0 + number, device=parameter.device)
+        optimizer.step()
+        if correction < 0:
+            forget(optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(correction)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@given(seed=SEEDS, eagerness=EAGERNESS, corrections=st.lists(st.sampled_from([0.0, 0.25, -0.5]), max_size=5))
+@settings(max_examples=20)
+def test_quasi_global_momentum(seed: int, eagerness: float, corrections: list[float]) -> None:
+    near = with_quasi_global_momentum(made("float32"), corrections)
+    with late_cuda(seed, eagerness):
+        far = with_quasi_global_momentum(moved(made("float32")), corrections)
+    assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ gradients
