@@ -181,6 +181,33 @@ def test_figures_on_the_device_come_later_and_nobody_waits(eagerness: float) -> 
         assert not gpu.pinned_by_torch
 
 
+def test_a_default_device_of_the_scripts_changes_nothing(path: Path) -> None:
+    """As `torch.set_default_device("cuda")`: what peerd makes in the host's memory would be elsewhere."""
+    found: list[list[float]] = []
+
+    def script() -> None:
+        for number in range(2):  # the other resumes
+            model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            table = {"w": torch.full((2,), 3.0 + number)}
+            x = torch.ones(4, 3)
+            torch.set_default_device("meta")
+            try:
+                with peerd.attach(model, optimizer, keep={"table": table}) as swarm:
+                    for _ in swarm.steps(3 + 3 * number):
+                        optimizer.zero_grad()
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                        swarm.step(loss=1.0, samples=4)
+                assert swarm.step_count == 3 + 3 * number
+            finally:
+                torch.set_default_device(None)
+            found.append(table["w"].tolist())
+
+    with_daemon(path, script)
+    assert found == [[3.0, 3.0], [3.0, 3.0]]
+
+
 def test_the_last_figures_of_a_script_are_waited_for_at_its_end(path: Path) -> None:
     def script() -> None:
         with late_cuda(1, 0.0):
