@@ -4,9 +4,11 @@
     python benchmarks/on_gpu.py --device cpu        # tries this script itself, on a small model: needs no GPU
 
 First the machine. Then a model on the GPU beside its like on the CPU, through the same courses of what a trainer does
-with it. Then two nodes on the one GPU (on_gpu_node.py): how long a step takes before they attach and after; for how
-long `swarm.step` holds a GPU that had nothing left to do (the stall); how many float32 copies of the model more are on
-the GPU; and whether both end with the same model. Figures are of the node that fared worse, and need a quiet machine.
+with it, and where there are two GPUs one that lies on both. Then a step in a CUDA graph beside its like without, after
+a rollback and after a checkpoint was loaded. Then two nodes on the one GPU (on_gpu_node.py): how long a step takes
+before they attach and after; for how long `swarm.step` holds a GPU that had nothing left to do (the stall); how many
+float32 copies of the model more are on the GPU; and whether both end with the same model. Figures are of the node that
+fared worse, and need a quiet machine.
 
 On a machine that is lent for minutes: in the checkout, after `pip install -e .`, or with nothing installed but what
 peerd needs, as `PYTHONPATH=$PWD python benchmarks/on_gpu.py`. If it has no network, `pip download -d wheels` what is
@@ -16,6 +18,7 @@ missing there beforehand, for its Python, and `pip install --no-index --find-lin
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import os
@@ -30,9 +33,11 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "training" / "model"))
@@ -40,6 +45,7 @@ from on_device import Node, Passes, made
 
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.local.shared_memory import SharedMemory
+from peerd.trainer.optimizers import forget, load
 from peerd.training.model.transfers import pin, unpin
 
 SCRIPT = str(Path(__file__).resolve().with_name("on_gpu_node.py"))
@@ -52,6 +58,15 @@ RUNS: dict[str, tuple[dict[str, str], list[str]]] = {  # options of the nodes, a
     "gradients": ({"--mode": "allreduce", "--exchange": "gradients"}, ["--steps", "20"]),  # each waits for the other
     "bfloat16": ({}, ["--dtype", "bfloat16"]),
     "a CUDA graph": ({}, ["--graph"]),
+    "a default device": ({}, ["--steps", "40", "--default-device"]),
+    "forked workers": ({}, ["--steps", "40", "--forks"]),
+    "forked workers, cudaMallocAsync": ({}, ["--steps", "40", "--forks"]),
+}
+ENVIRONMENT = {"forked workers, cudaMallocAsync": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}}
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
+    "SGD": lambda held, _: torch.optim.SGD(held, lr=0.1, momentum=0.9),
+    "Adam": lambda held, graphs: torch.optim.Adam(held, lr=0.1, capturable=graphs),
+    "NAdam": lambda held, graphs: torch.optim.NAdam(held, lr=0.1, capturable=graphs),
 }
 KINDS = ("float32", "bfloat16", "motley")
 COURSES = 20  # of each kind; every other one in a stream of its own
@@ -100,17 +115,85 @@ def compare(near: Node, far: Node, when: str) -> None:
             raise AssertionError(f"{when}, value {place} of Node.seen: {error}") from None
 
 
-def courses(kind: str, device: torch.device) -> Figures:
+def courses(kind: str, device: torch.device, place: Callable[[nn.Module], nn.Module] | None = None) -> Figures:
+    """`place` puts the model elsewhere than on the one device."""
     for number in range(COURSES):
         course = random.Random(number).choices(["step", "step", "publish", "add", "restore", "load"], k=12)
         near = Node(made(kind))
-        with own_stream(device, number), closing(Node(made(kind).to(device))) as far:
+        with own_stream(device, number), closing(Node((place or moved_to(device))(made(kind)))) as far:
             for seed, what in enumerate(course):
                 near.do(what, seed)
                 far.do(what, seed)
                 if number % 4 >= 2 or seed == len(course) - 1:  # each look waits for the GPU, which hides what is late
                     compare(near, far, f"course {number}, {course[: seed + 1]}")
     return {"courses": COURSES}
+
+
+def moved_to(device: torch.device) -> Callable[[nn.Module], nn.Module]:
+    return lambda model: model.to(device)
+
+
+def over_two(model: nn.Module) -> nn.Module:
+    """Its layers on the two GPUs in turn, as stages of a pipeline are."""
+    for number, layer in enumerate(model.children()):
+        layer.to(torch.device("cuda", number % 2))
+    return model
+
+
+class Stepping:
+    """A small model and a step of it, in a CUDA graph or not."""
+
+    def __init__(self, kind: str, device: torch.device, *, graphs: bool) -> None:
+        torch.manual_seed(2)
+        self.model = nn.Linear(8, 4).to(device)
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters(), device.type == "cuda")
+        self.x = torch.ones(3, 8, device=device)
+        self.step: Callable[[], object] = self._eager
+        stream = torch.cuda.Stream(device) if graphs else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):  # what a graph is captured after must not be in the default one
+            for _ in range(3):
+                self._eager()
+        if graphs:
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._eager()
+            self.step = graph.replay
+        self.began = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.whole = copy.deepcopy(self.optimizer.state_dict())
+
+    def _eager(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+
+    def steps(self) -> list[torch.Tensor]:
+        """Weights after some, where memory that was let go is others' by now."""
+        others = [torch.full((8, 4), torch.nan, device=self.x.device) for _ in range(100)]
+        for _ in range(5):
+            self.step()
+        assert all(bool(other.isnan().all()) for other in others), "a step has written where it has no memory any more"
+        return [parameter.detach().cpu() for parameter in self.model.parameters()]
+
+    def roll_back(self, clear: Callable[[torch.optim.Optimizer], None]) -> None:
+        self.x.fill_(torch.nan)
+        self.step()
+        self.x.fill_(1.0)
+        for parameter, value in zip(self.model.parameters(), self.began, strict=True):
+            parameter.data.copy_(value)
+        clear(self.optimizer)
+
+
+def graphs_go_on(kind: str, device: torch.device) -> Figures:
+    near = Stepping(kind, device, graphs=False)
+    far = Stepping(kind, device, graphs=device.type == "cuda")
+    near.roll_back(lambda optimizer: optimizer.state.clear())
+    far.roll_back(forget)
+    torch.testing.assert_close(far.steps(), near.steps(), msg=lambda why: f"after a rollback: {why}")
+    near.optimizer.load_state_dict(near.whole)
+    load(far.optimizer, far.whole)
+    torch.testing.assert_close(far.steps(), near.steps(), msg=lambda why: f"after a checkpoint: {why}")
+    return {"optimizer": kind}
 
 
 def gradients_in_parts(device: torch.device) -> Figures:
@@ -135,7 +218,10 @@ def two_nodes(name: str, device: torch.device) -> Figures:
         folder = Path(made_folder)
         command = [SCRIPT, str(folder), "--device", device.type, *SIZES[device.type], *arguments]
         ends = [folder / f"end-{rank}.json" for rank in range(2)]
-        with LocalSwarm(2, {"--wait-for": "2", **options}, command) as swarm:
+        with (
+            patch.dict(os.environ, ENVIRONMENT.get(name, {})),
+            LocalSwarm(2, {"--wait-for": "2", **options}, command) as swarm,
+        ):
             deadline = time.monotonic() + LIMIT_S
             while not all(end.exists() for end in ends) and not swarm.ended() and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -223,7 +309,10 @@ def main() -> None:
     one = partial(passes, form=told.format)
     passed = [one("the machine", partial(machine, device))]
     passed += [one(f"courses of {kind}, as on the CPU", partial(courses, kind, device)) for kind in KINDS]
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        passed += [one("courses over two GPUs, as on the CPU", partial(courses, "motley", device, over_two))]
     passed += [one("gradients in parts, as on the CPU", partial(gradients_in_parts, device))]
+    passed += [one(f"a CUDA graph goes on, {kind}", partial(graphs_go_on, kind, device)) for kind in OPTIMIZERS]
     free = free_bytes(device)
     passed += [one(f"two nodes, {name}", partial(two_nodes, name, device)) for name in RUNS]
     passed += [one("nothing is left", partial(left, device, free))]

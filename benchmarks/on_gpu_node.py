@@ -6,6 +6,7 @@ It leaves its figures as end-RANK.json in FOLDER, and its model as RANK.npy.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import peerd
 
 LAYERS = 8
 WARM = 10  # steps: until torch has chosen its kernels and has its memory
 STEPS_MIN, STEPS_MAX = 60, 3000
+FORK_EVERY = 10  # steps
 Step = Callable[[], torch.Tensor]
 
 
@@ -37,7 +40,11 @@ class Training:
         width = int((told.parameters / LAYERS) ** 0.5)
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.model = nn.Sequential(*layers[:-1]).to(device, dtype)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, capturable=self.cuda)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+            if told.forks
+            else torch.optim.Adam(self.model.parameters(), lr=1e-4, capturable=self.cuda)
+        )
         torch.manual_seed(1 + rank)
         self.x = torch.randn(told.batch, width, device=device, dtype=dtype)
         self.step = self._prepared()
@@ -96,6 +103,8 @@ class Training:
 
 
 def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
+    if told.default_device:
+        torch.set_default_device(told.device)
     training = Training(told, rank)
     meet(told.folder, rank, "warm", 0.0)
     alone_s = max(meet(told.folder, rank, "alone", training.alone_s(told.alone)))  # both are to count as many steps
@@ -104,7 +113,7 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
     held, peak = training.memory()
     stalls: list[float] = []
     middle, free = 0.0, 0
-    with peerd.attach(training.model, training.optimizer) as swarm:
+    with peerd.attach(training.model, training.optimizer, quasi_global_momentum=told.forks) as swarm:
         assert swarm._session is not None, "a daemon started this"
         pinned = bool(swarm._session._pinned)
         for number in swarm.steps(total):
@@ -113,6 +122,8 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
                 middle = training.wait()
             training.x.normal_()
             loss = training.step()
+            if told.forks and number % FORK_EVERY == FORK_EVERY - 1:
+                fork_workers()
             if waits:  # the GPU is to have nothing left to do, so that all of the time is peerd's
                 before = training.wait()
                 swarm.step(loss=loss, samples=told.batch)
@@ -134,6 +145,17 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
         "stall_p50_ms": 1e3 * statistics.median(stalls),
         "stall_max_ms": 1e3 * max(stalls),
     }
+
+
+def fork_workers() -> None:
+    """As a loader does, whose workers let go of what they find. Raises RuntimeError: one was aborted."""
+    rows: Any = range(8)
+    loader: DataLoader[Any] = DataLoader(rows, num_workers=2, worker_init_fn=_let_go, multiprocessing_context="fork")
+    assert len(list(loader)) == 8
+
+
+def _let_go(_: int) -> None:
+    gc.collect()
 
 
 def note(folder: Path, name: str, said: Any) -> None:
@@ -161,6 +183,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="so many instead")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--graph", action="store_true", help="a step is a CUDA graph, where there is CUDA")
+    parser.add_argument("--default-device", action="store_true", help="the script makes its tensors there")
+    parser.add_argument("--forks", action="store_true", help="a loader's workers, and quasi-global momentum")
     told, rank = parser.parse_args(), int(os.environ["PEERD_RANK"])
     try:
         said = train(told, rank)
