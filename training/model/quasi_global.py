@@ -78,6 +78,12 @@ class QuasiGlobalMomentum:
 
     @torch.no_grad()
     def _before_step(self, optimizer: SGD, _: object, __: object) -> None:
+        """Raises RuntimeError: the step goes into a CUDA graph, whose replays call nothing of this."""
+        if _is_captured(optimizer):
+            raise RuntimeError(
+                "quasi_global_momentum: this step goes into a CUDA graph, whose replays would not begin anew after a "
+                "rollback: step outside of it, or leave quasi_global_momentum out"
+            )
         for group in optimizer.param_groups:
             lr, beta = float(group["lr"]), float(group["momentum"])
             self._lr_max = max(self._lr_max, lr)
@@ -139,6 +145,11 @@ class QuasiGlobalMomentum:
                 torch._foreach_mul_(momenta, beta)
                 torch._foreach_add_(momenta, [kept.buffer for kept in stepped.values()], alpha=1 - beta)
                 torch._foreach_copy_([kept.known for kept in stepped.values()], list(stepped))
+
+
+def _is_captured(optimizer: SGD) -> bool:
+    on_gpu = any(parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"][:1])
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 def _buffer_of(optimizer: SGD, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -130,6 +130,13 @@ def test_quasi_global_momentum(seed: int, eagerness: float, corrections: list[fl
     assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
 
 
+def test_quasi_global_momentum_goes_into_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with late_cuda(0):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="this step goes into a CUDA graph"):
+            with_quasi_global_momentum(moved(made("float32")), [0.0])
+
+
 # ------------------------------------------------------------------------------------------------------ gradients
 
 
