@@ -15,7 +15,7 @@ from peerd.trainer.figures import one_number
 WRAPPERS_MAX = 8  # one around the other; none is deeper that does not contain itself
 KEEP_NOTHING = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
 """Wrappers that are optimizers of torch's by their classes: what they load, the one within does not know."""
-BEGIN_AT_ZERO = {Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop}
+BEGIN_AT_ZERO: set[type[Optimizer]] = {Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop}
 """Whose first step finds zeros, and ones in what is multiplied up."""
 PRODUCTS = {"mu_product"}
 

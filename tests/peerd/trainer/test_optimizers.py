@@ -132,7 +132,7 @@ def grads(held: list[torch.nn.Parameter], value: float) -> None:
         parameter.grad = torch.full((2,), value)
 
 
-@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=lambda kind_of: kind_of.__name__))
+@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=str))
 def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: Any) -> None:
     """Its replays go on with that memory, which would be others' by then."""
     one, other = parameters(2)
@@ -149,7 +149,7 @@ def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: An
     assert plain[other]["step"] == 3.0
 
 
-@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=lambda kind_of: kind_of.__name__))
+@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=str))
 def test_where_it_is_forgotten_it_is_as_the_first_step_finds_it(kind_of: Any) -> None:
     """But for what says that it may be in a graph, which torch has on no processor."""
     ends = []
