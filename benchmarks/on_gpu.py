@@ -7,8 +7,8 @@ First the machine. Then a model on the GPU beside its like on the CPU, through t
 with it, and where there are two GPUs one that lies on both. Then a step in a CUDA graph beside its like without, after
 a rollback and after a checkpoint was loaded. Then two nodes on the one GPU (on_gpu_node.py): how long a step takes
 before they attach and after; for how long `swarm.step` holds a GPU that had nothing left to do (the stall); how many
-float32 copies of the model more are on the GPU; and whether both end with the same model. Figures are of the node that
-fared worse, and need a quiet machine.
+float32 copies of the model more are on the GPU; and whether both end with the same model. Where there are two GPUs, at
+last two nodes of two ranks each. Figures are of the node that fared worse, and need a quiet machine.
 
 On a machine that is lent for minutes: in the checkout, after `pip install -e .`, or with nothing installed but what
 peerd needs, as `PYTHONPATH=$PWD python benchmarks/on_gpu.py`. If it has no network, `pip download -d wheels` what is
@@ -62,6 +62,9 @@ RUNS: dict[str, tuple[dict[str, str], list[str]]] = {  # options of the nodes, a
     "forked workers": ({}, ["--steps", "40", "--forks"]),
     "forked workers, cudaMallocAsync": ({}, ["--steps", "40", "--forks"]),
 }
+RANKS = "of two ranks"
+RUNS_OF_RANKS = {RANKS: (dict[str, str](), ["--steps", "40"])}  # over NCCL, for which each has a GPU of its own
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {"forked workers, cudaMallocAsync": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}}
 OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
     "SGD": lambda held, _: torch.optim.SGD(held, lr=0.1, momentum=0.9),
@@ -213,10 +216,18 @@ def gradients_in_parts(device: torch.device) -> Figures:
 
 def two_nodes(name: str, device: torch.device) -> Figures:
     """From their start to the end of their scripts."""
-    options, arguments = RUNS[name]
+    options, arguments = {**RUNS, **RUNS_OF_RANKS}[name]
     with tempfile.TemporaryDirectory(prefix="peerd-gpu-") as made_folder:
         folder = Path(made_folder)
-        command = [SCRIPT, str(folder), "--device", device.type, *SIZES[device.type], *arguments]
+        command = [
+            *(TORCHRUN if name == RANKS else []),
+            SCRIPT,
+            str(folder),
+            "--device",
+            device.type,
+            *SIZES[device.type],
+            *arguments,
+        ]
         ends = [folder / f"end-{rank}.json" for rank in range(2)]
         with (
             patch.dict(os.environ, ENVIRONMENT.get(name, {})),
@@ -314,7 +325,8 @@ def main() -> None:
     passed += [one("gradients in parts, as on the CPU", partial(gradients_in_parts, device))]
     passed += [one(f"a CUDA graph goes on, {kind}", partial(graphs_go_on, kind, device)) for kind in OPTIMIZERS]
     free = free_bytes(device)
-    passed += [one(f"two nodes, {name}", partial(two_nodes, name, device)) for name in RUNS]
+    runs = [*RUNS, *(RUNS_OF_RANKS if device.type == "cpu" or torch.cuda.device_count() > 1 else {})]
+    passed += [one(f"two nodes, {name}", partial(two_nodes, name, device)) for name in runs]
     passed += [one("nothing is left", partial(left, device, free))]
     sys.exit(not all(passed))
 

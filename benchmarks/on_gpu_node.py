@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import peerd
@@ -27,6 +28,7 @@ LAYERS = 8
 WARM = 10  # steps: until torch has chosen its kernels and has its memory
 STEPS_MIN, STEPS_MAX = 60, 3000
 FORK_EVERY = 10  # steps
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))  # as torchrun says it
 Step = Callable[[], torch.Tensor]
 
 
@@ -35,17 +37,22 @@ class Training:
 
     def __init__(self, told: argparse.Namespace, rank: int) -> None:
         self.cuda, self.graph = told.device == "cuda", told.graph
+        if self.cuda:
+            torch.cuda.set_device(LOCAL_RANK)
         device, dtype = torch.device(told.device), getattr(torch, told.dtype)
         torch.manual_seed(0)
         width = int((told.parameters / LAYERS) ** 0.5)
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
-        self.model = nn.Sequential(*layers[:-1]).to(device, dtype)
+        self.model: nn.Module = nn.Sequential(*layers[:-1]).to(device, dtype)
+        if "LOCAL_RANK" in os.environ:
+            torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
+            self.model = DistributedDataParallel(self.model)
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
             if told.forks
             else torch.optim.Adam(self.model.parameters(), lr=1e-4, capturable=self.cuda)
         )
-        torch.manual_seed(1 + rank)
+        torch.manual_seed(1 + rank + 10 * LOCAL_RANK)
         self.x = torch.randn(told.batch, width, device=device, dtype=dtype)
         self.step = self._prepared()
 
@@ -114,8 +121,8 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
     stalls: list[float] = []
     middle, free = 0.0, 0
     with peerd.attach(training.model, training.optimizer, quasi_global_momentum=told.forks) as swarm:
-        assert swarm._session is not None, "a daemon started this"
-        pinned = bool(swarm._session._pinned)
+        assert swarm._session is not None or LOCAL_RANK, "a daemon started this"
+        pinned = swarm._session is not None and bool(swarm._session._pinned)
         for number in swarm.steps(total):
             waits = number < total // 2
             if not waits and not free:
@@ -134,6 +141,11 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
         with_s = (training.wait() - middle) / free if free else None
         held_then, peak_then = training.memory()
         steps = swarm.step_count
+    if LOCAL_RANK:
+        assert rank_is_as_first(training.values()), "two ranks of a node end with different models"
+        return {}
+    if "LOCAL_RANK" in os.environ:
+        rank_is_as_first(training.values())
     np.save(told.folder / f"{rank}.npy", training.values().numpy())
     return {
         "steps": steps,
@@ -145,6 +157,13 @@ def train(told: argparse.Namespace, rank: int) -> dict[str, Any]:
         "stall_p50_ms": 1e3 * statistics.median(stalls),
         "stall_max_ms": 1e3 * max(stalls),
     }
+
+
+def rank_is_as_first(values: torch.Tensor) -> bool:
+    """On both at once: whether the model is the first one's, to the bit."""
+    there = values.cuda() if torch.distributed.get_backend() == "nccl" else values.clone()
+    torch.distributed.broadcast(there, 0)
+    return torch.equal(there.cpu(), values)
 
 
 def fork_workers() -> None:
@@ -165,6 +184,8 @@ def note(folder: Path, name: str, said: Any) -> None:
 
 def meet(folder: Path, rank: int, name: str, said: float) -> list[float]:
     """What both nodes' scripts say, once both have: nobody is to measure beside one that only starts."""
+    if LOCAL_RANK:  # which waits for the node's first in its next step
+        return [said]
     note(folder, f"{name}-{rank}", said)
     both = [folder / f"{name}-{each}.json" for each in range(2)]
     while not all(path.exists() for path in both):
@@ -190,6 +211,8 @@ def main() -> None:
         said = train(told, rank)
     except BaseException:  # a script that fails would be started again
         said = {"error": traceback.format_exc()}
+    if LOCAL_RANK and "error" not in said:
+        return
     note(told.folder, f"end-{rank}", said)
 
 
