@@ -146,6 +146,26 @@ def test_training_after_a_restart_is_bit_identical(make: Callable[..., Any], tmp
     assert (folder / "model.safetensors").read_bytes() == bytes_before, "training writes into the mapped checkpoint"
 
 
+def test_it_is_restored_into_the_tensors_that_are_there() -> None:
+    """Of which a CUDA graph, captured before, has the addresses."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+
+    def step() -> None:
+        model(torch.ones(2, 3)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    generation = checkpoint.capture(model, optimizer, 1, "s")
+    held = [optimizer.param_groups[0]["lr"], *(value for each in optimizer.state.values() for value in each.values())]
+    expected = [value.clone() for value in held]
+    step()
+    assert checkpoint.restore(generation, model, optimizer)
+    now = [optimizer.param_groups[0]["lr"], *(value for each in optimizer.state.values() for value in each.values())]
+    assert all(one is other for one, other in zip(now, held, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(now, expected, strict=True))
+
+
 def test_a_capture_is_a_copy() -> None:
     model = Net()
     optimizer = OPTIMIZERS["adamw"](model)
