@@ -359,12 +359,13 @@ class FlatModel:
         self.private.follow(parameters, buffers)
         added = {name for name, tensor in (parameters | buffers).items() if tensor.is_floating_point()}
         frozen = {piece.name for piece in self.pieces if not piece.is_buffer and not piece.held.requires_grad}
+        untrained = self._known - self._trained
         self._changed = {
             "not shared: {} left the model, or changed shape or type, after peerd.attach": lost,
             "not shared: {} came into the model after peerd.attach": added - self._known,
             "not shared: {} came into the optimizer after peerd.attach": states.keys() - {p.name for p in self.pieces},
             "not shared: {} can be trained only since peerd.attach (freeze them after it, and they are shared)": {
-                name for name, one in parameters.items() if one.requires_grad and name in self._known - self._trained
+                name for name, one in parameters.items() if one.requires_grad and name in untrained
             },
             "still shared, though frozen after peerd.attach: {} (the swarm goes on changing them)": frozen - lost,
         }
