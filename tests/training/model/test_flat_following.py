@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from itertools import permutations
 
 import numpy as np
@@ -183,6 +184,24 @@ def test_many_names_are_one_short_line() -> None:
     flat.gather()
     (line,) = flat.unshared()
     assert line == "not shared: 1.bias, 1.weight, 10.bias and 97 more came into the model after peerd.attach"
+
+
+class Subtracted(set[str]):
+    """Counts how often another set is taken away from it."""
+
+    times = 0
+
+    def __sub__(self, other: AbstractSet[str | None]) -> set[str]:
+        self.times += 1
+        return super().__sub__(other)
+
+
+def test_sets_of_all_names_are_made_once_a_look_and_not_for_each() -> None:
+    """Of 70,000 tensors a look took 35 s."""
+    flat = FlatModel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10))))
+    flat._known = known = Subtracted(flat._known)
+    flat.look_again()
+    assert known.times == 1
 
 
 def test_what_is_frozen_for_a_while_stays_shared() -> None:
