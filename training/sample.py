@@ -49,8 +49,9 @@ class _Range:
         self.runs: npt.NDArray[np.int64] | None = None  # which of its runs, where not all
         if rate > 1:
             blocks = count // (rate * RUN)
-            drawn = np.frombuffer(rng.randbytes(4 * blocks), np.uint32) % rate
-            self.runs = np.arange(blocks, dtype=np.int64) * rate + drawn
+            self.runs = np.arange(blocks, dtype=np.int64) * rate
+            for part in parts(blocks):  # as at once, where more than 2**26 cannot be drawn
+                self.runs[part] += np.frombuffer(rng.randbytes(4 * (part.stop - part.start)), np.uint32) % rate
         # what is left at the end is less than a block: it stands for itself
         self._tail = count if self.runs is None else count - count // (rate * RUN) * rate * RUN
         self.kept = self._tail + (0 if self.runs is None else RUN * len(self.runs))

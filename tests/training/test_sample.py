@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.kernels import library
-from peerd.training.sample import KEPT_MIN, RUN, THIN_MAX, WHOLE_MAX, Sample, sample_of
+from peerd.training.kernels.passes import PART
+from peerd.training.sample import KEPT_MIN, RUN, THIN_MAX, WHOLE_MAX, Sample, _Range, sample_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -160,3 +162,23 @@ def test_any_model_can_be_sampled(parameters: int, buffers: int, ends: list[int]
     assert len(kept) == sample.kept
     assert sample.distance(2 * values, kept) == pytest.approx(math.sqrt(parameters))
     assert sample.squares(values, kept).sum() == 0
+
+
+class Drawing(random.Random):
+    """Says of how much it was asked for at once."""
+
+    most = 0
+
+    def randbytes(self, n: int) -> bytes:
+        self.most = max(self.most, n)
+        return super().randbytes(n)
+
+
+def test_of_a_range_of_billions_of_values_not_all_is_drawn_at_once() -> None:
+    """More than 2**31 bits are not to be had."""
+    rng, blocks = Drawing(0), PART + 3
+    drawn = _Range(0, blocks * RATE_MAX * RUN, rng, whole=False).runs
+    at_once = np.frombuffer(random.Random(0).randbytes(4 * blocks), np.uint32) % RATE_MAX
+    assert drawn is not None
+    np.testing.assert_array_equal(drawn, np.arange(blocks) * RATE_MAX + at_once)
+    assert rng.most == 4 * PART
