@@ -34,7 +34,7 @@ from peerd.trainer.optimizers import kind, load
 from peerd.training.model.shards import taken_apart, whole
 
 KEEP_GENERATIONS = 2
-MANIFEST_BYTES_MAX = 16 << 20
+MANIFEST_BYTES_MAX = 64 << 20  # it names every tensor, as an attach does
 EXTRA_BYTES_MAX = 1 << 20  # of a module's extra state as JSON: a manifest over its limit would be read by nobody
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
 _TENSORS = "model.safetensors"
@@ -285,7 +285,10 @@ def save(folder: Path, generation: Generation) -> Path:
         except SafetensorError as error:  # it wraps what the disk said
             raise OSError(str(error)) from None
         flush(tensors)
-        write(temporary / _MANIFEST, _manifest(generation, tensors))
+        manifest = _manifest(generation, tensors)
+        if len(manifest) > MANIFEST_BYTES_MAX:  # nobody would read it, and it would push out one that can be read
+            raise OSError(f"{_MANIFEST} has {len(manifest)} bytes, more than {MANIFEST_BYTES_MAX}")
+        write(temporary / _MANIFEST, manifest)
         flush(temporary / _MANIFEST)
         flush(temporary)
         if final.exists():

@@ -803,6 +803,17 @@ def test_a_failed_save_leaves_no_temporary_folder(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_manifest_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the names of all tensors, and a line of each one's state: as many as an attach may have are read."""
+    save(tmp_path, generation(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "MANIFEST_BYTES_MAX", 100)
+        with pytest.raises(OSError, match="more than 100"):
+            save(tmp_path, generation(2))
+    assert names(tmp_path) == ["step-00000001"]
+    assert value_of(newest(tmp_path, "signature", silent)) == 1
+
+
 def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
     """With the kernel's own refusal, inside the safetensors library."""
     save(tmp_path, generation(1))
