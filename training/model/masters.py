@@ -8,7 +8,7 @@ is read and written there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +42,7 @@ def masters_of(
         for name, parameter in everything.items()
         if id(parameter) not in in_groups and parameter.is_floating_point() and parameter.dtype.itemsize < widest
     }
-    wanted = [name for name in shared if name in unstepped]
+    wanted = dict.fromkeys(name for name in shared if name in unstepped)
     if not wanted:
         return {}
     found = (
@@ -88,7 +88,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _owners(
-    names: Iterable[str], unstepped: Mapping[str, torch.Tensor], wanted: Sequence[str], count: int
+    names: Iterable[str], unstepped: Mapping[str, torch.Tensor], wanted: Collection[str], count: int
 ) -> list[str] | None:
     """Whose so many masters are: of all of these names, of those that are trained, or of those that are shared."""
     every = list(names)
@@ -98,7 +98,7 @@ def _owners(
 
 
 def _by_values(
-    wanted: Sequence[str],
+    wanted: Collection[str],
     unstepped: Mapping[str, torch.Tensor],
     strangers: Sequence[torch.Tensor],
     groups: list[list[torch.Tensor]],
@@ -143,7 +143,7 @@ def _by_values(
 
 
 def _by_shapes(
-    wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
+    wanted: Collection[str], unstepped: Mapping[str, torch.Tensor], strangers: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Nothing where the shapes are not those of the copies, one after the other."""
     owners = _owners(unstepped, unstepped, wanted, len(strangers))
@@ -157,7 +157,7 @@ def _look(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
     return (tensor.shape, dtype, *tensor.reshape(-1)[:LOOK].to(dtype).tolist())
 
 
-def _alike(wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def _alike(wanted: Collection[str], unstepped: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names of one shape, type and values, in the model's order; where one of them is wanted."""
     shapes = {shard_of(unstepped[name]).shape for name in wanted}
     classes: dict[tuple[Any, ...], list[list[str]]] = {}
@@ -171,7 +171,7 @@ def _alike(wanted: Sequence[str], unstepped: Mapping[str, torch.Tensor]) -> list
             same[0].append(name)
         else:
             looks.append([name])
-    return [names for looks in classes.values() for names in looks if not set(wanted).isdisjoint(names)]
+    return [names for looks in classes.values() for names in looks if any(name in wanted for name in names)]
 
 
 class StateMasters:
