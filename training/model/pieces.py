@@ -71,7 +71,8 @@ def variances_in(
     held = buffers[name]
     if is_variance(name) and bool((held >= 0).all()):
         return ((0, held.numel()),)
-    if name not in written or is_sharded(held):
+    if name not in written or len(written) == len(buffers) or is_sharded(held):
         return ()
     views = [shard_of(one) for other, one in buffers.items() if other not in written and is_variance(other)]
-    return tuple(runs_within([one for one in views if bool((one >= 0).all())], shard_of(held)))
+    within = [one for one in views if bool((one >= 0).all())]
+    return tuple(runs_within(within, shard_of(held))) if within else ()

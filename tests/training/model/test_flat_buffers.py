@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.ao.quantization import MinMaxObserver
 
+from peerd.training.model import pieces
 from peerd.training.model.flat import FlatModel
 
 PRINTED = settings(deadline=None, print_blob=True)
@@ -126,6 +127,16 @@ def test_a_variance_that_is_a_slice_of_a_table_stays_one(dimension: int) -> None
     now = flat.gather().clone()
     flat.restore()
     assert torch.equal(flat.gather(), now)
+
+
+def test_where_no_buffer_is_a_slice_of_another_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look takes 10 bytes a value of the buffer, and as many looks at names as there are buffers, each."""
+    monkeypatch.delattr(pieces, "runs_within")
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    assert FlatModel(model).variances == [(15, 18), (21, 24)]
+    first = model[0].running_mean
+    model.register_buffer("mean", first)
+    assert sum(stop - start for start, stop in FlatModel(model).variances) == 6, "a slice of one, but no variance"
 
 
 def test_what_takes_the_bytes_of_a_buffer_for_another_type_is_refused() -> None:
