@@ -33,7 +33,7 @@ def write_safetensors(path: Path, values: npt.NDArray[Any], tensors: list[str]) 
         sizes = [] if shape == "scalar" else [int(size) for size in shape.split("x")]
         count = math.prod(sizes)
         kind = {"float16": np.float16, "float64": np.float64}.get(dtype, np.float32)
-        named[name] = values[start : start + count].reshape(sizes).astype(kind)
+        named[name] = values[start : start + count].reshape(sizes).astype(kind, copy=False)
         start += count
     return replaced(path, lambda temporary: save_file(named, temporary, metadata={"format": "pt"}))
 

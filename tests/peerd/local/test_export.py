@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from peerd.local import export
 from peerd.local.export import write_safetensors
 from peerd.training.model.flat import FlatModel
 from peerd.transport.errors import UserError
@@ -152,3 +153,17 @@ def test_two_exports_to_one_path_at_once_are_each_whole(tmp_path: Path) -> None:
     assert not failed
     assert len(set(load_file(path)["w"].tolist())) == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_float32_values_are_written_from_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of each would be a model more in the daemon."""
+    values = np.arange(8, dtype=np.float32)
+    shares = []
+
+    def save(named: dict[str, npt.NDArray[np.float32]], path: Path, **_: object) -> None:
+        shares.extend(np.shares_memory(each, values) for each in named.values())
+        path.touch()
+
+    monkeypatch.setattr(export, "save_file", save)
+    write_safetensors(tmp_path / "model.safetensors", values, ["a float32 2x3", "b bfloat16 2"])
+    assert shares == [True, True]
