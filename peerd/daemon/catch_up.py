@@ -151,7 +151,7 @@ class CatchUp:
                         willing = [giver for giver in willing if not self._acquaintances.doubtful(giver)] or willing
                         self._givers, now = willing, trio.current_time()
                         if self._opinion.can_ask(now):
-                            donor = self._choice.ask(willing, self._peers.bytes_received, now)
+                            donor = self._choice.ask(willing, self._peers.bytes_received, now, layout.total)
                             if donor is not None:
                                 self._opinion.donor_asked(donor)
                                 self._peers.send(donor, ModelRequest(told))

@@ -9,6 +9,7 @@ from peerd.transport.ids import NodeId
 ASK_SOON_S = 1.0  # the first request or its answer may be lost, with a connection that broke or a donor that forgot us
 ASK_AGAIN_S = 10.0  # a donor from which nothing has come for so long is asked again,
 ASKS_MAX = 4  # so many times; then another one is
+MAKES_S = 15e-9  # what a value takes a donor before it sends any: two digests and the encoding, by one thread
 SLOWEST_DONOR = 1000  # bytes a second: fewer are probes and tables, not a model
 
 EARLY_SHARE = 0.5  # of the time between two requests: what was late on its way makes the next one seem early
@@ -42,14 +43,16 @@ class DonorChoice:
         self._asks = 0  # of this donor
         self._looked_at, self._received = 0.0, 0  # when it was last asked, or seen to send, and the bytes by then
 
-    def ask(self, givers: Sequence[NodeId], received: int, now: float) -> NodeId | None:
+    def ask(self, givers: Sequence[NodeId], received: int, now: float, values: int = 0) -> NodeId | None:
         """Return to whom a request is to be sent now; None: wait, and ask again in a second or so.
 
-        `givers` are the live members that have a model, whom to prefer first; `received` counts all bytes that came.
+        `givers` are the live members that have a model, whom to prefer first; `received` counts all bytes that came. Of
+        a model of so many `values` a donor may be silent for minutes, and a second one would send all of it, too.
         """
         if self.donor is not None and self.donor in givers:
             waited_s = now - self._looked_at
-            if waited_s < (ASK_SOON_S if self._asks == 1 else ASK_AGAIN_S):
+            again_s = max(ASK_AGAIN_S, MAKES_S * values / (ASKS_MAX - 1))
+            if waited_s < (ASK_SOON_S if self._asks == 1 else again_s):
                 return None
             if received - self._received > waited_s * SLOWEST_DONOR:
                 self._looked_at, self._received = now, received

@@ -10,6 +10,7 @@ from peerd.node.donors import (
     ASK_SOON_S,
     ASKS_MAX,
     EARLY_SHARE,
+    MAKES_S,
     SLOWEST_DONOR,
     DonorChoice,
     RequestLimit,
@@ -28,6 +29,17 @@ def test_a_silent_donor_is_asked_soon_then_seldom_and_then_another_one() -> None
     asked = [(now, donor) for now in looks(TURN_S) if (donor := choice.ask("ab", 0, now))]
     again = [ASK_SOON_S + number * ASK_AGAIN_S for number in range(ASKS_MAX - 1)]
     assert asked == [(now, "a") for now in (0.0, *again)] + [(TURN_S, "b")]
+
+
+def test_while_a_donor_makes_what_it_sends_of_a_large_model_no_other_is_asked() -> None:
+    choice, values = DonorChoice(), 7_000_000_000
+    made_s = MAKES_S * values
+    assert made_s > 3 * TURN_S
+    asked = [(now, donor) for now in looks(2 * made_s) if (donor := choice.ask("ab", 0, now, values))]
+    assert asked[0] == (0.0, "a")
+    assert asked[1] == (ASK_SOON_S, "a"), "the first request may be lost"
+    assert [donor for _, donor in asked].count("a") == ASKS_MAX
+    assert min(now for now, donor in asked if donor == "b") >= made_s
 
 
 def test_all_that_are_silent_are_asked_in_turns() -> None:
