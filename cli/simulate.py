@@ -21,6 +21,7 @@ from rich.text import Text
 from peerd.cli import Interrupted, interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
 from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
+from peerd.protocol.trainer import VALUES_MAX
 from peerd.simulation.byzantine import ATTACKS
 from peerd.simulation.faults import FAULTS
 from peerd.simulation.laboratory import run_all
@@ -47,7 +48,7 @@ def simulate(
         str, typer.Option("--problem", "--task", help=f"one of {', '.join(PROBLEMS)}; a teacher may have sizes")
     ] = "consensus",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each node")] = None,
-    parameters: Annotated[int, typer.Option(max=10**13, help="of the model, for --problem bytes")] = 125_000_000,
+    parameters: Annotated[int, typer.Option(max=VALUES_MAX, help="of the model, for --problem bytes")] = 125_000_000,
     compute: Annotated[str, typer.Option(help="a step, in s: fixed:S, trace:FILE, lognormal:MED:SIG")] = "fixed:2",
     network: Annotated[str, typer.Option(help="lan, wan, home or a .toml file with sites")] = "lan",
     uplink_mbit: Annotated[

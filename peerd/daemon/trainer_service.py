@@ -36,7 +36,7 @@ from peerd.process import host_memory
 from peerd.process.logs import LOGGER
 from peerd.process.threads import in_thread
 from peerd.protocol import trainer as protocol
-from peerd.protocol.trainer import FROM_TRAINER, Attach, Said, Stepped, decoded
+from peerd.protocol.trainer import FROM_TRAINER, VALUES_MAX, Attach, Said, Stepped, decoded
 from peerd.settings import Settings
 from peerd.training.codecs.vector import Layout, NotFinite
 from peerd.training.mode import LinkedMode
@@ -69,7 +69,6 @@ SAME_BATCHES = (
     '(README, "Your own training")'
 )
 LETS_GO_WITHIN_S = 0.5  # a script may have closed its session just now, and attach anew: it is refused so much later
-VALUES_MAX = 1 << 38  # four terabytes of shared memory; nothing else here ends before
 
 
 class TrainerService:

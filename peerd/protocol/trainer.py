@@ -37,6 +37,7 @@ from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 DRAWS_BYTES = 8  # that say by which batches a model began
+VALUES_MAX = 1 << 38  # of a model: four terabytes of shared memory; nothing else ends before
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peerd.cli.main import app
+from peerd.protocol.trainer import VALUES_MAX
 from peerd.simulation.scenario import Scenario
 from peerd.simulation.swarm import Swarm
 from peerd.transport.errors import UserError
@@ -294,6 +295,13 @@ def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
         CliRunner().invoke(app, ["simulate", *words], catch_exceptions=False)
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_no_node_takes_is_not_planned() -> None:
+    words = ["simulate", "--problem", "bytes", "--steps", "1", "--peers", "2", "--parameters", str(VALUES_MAX + 1)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert f"less than or equal to {VALUES_MAX}" in result.output
 
 
 @pytest.mark.parametrize("seconds", ["0", "1e-14", "0.0009", "inf", "nan"])
