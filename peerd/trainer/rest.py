@@ -24,6 +24,7 @@ from torch import nn
 from peerd.local.durable import flush
 from peerd.trainer.states import tensors_held
 from peerd.training.model.pieces import Piece
+from peerd.training.model.published import parts_of
 from peerd.training.model.shards import is_sharded
 from peerd.training.model.transfers import wait_for
 from peerd.transport.errors import cause
@@ -63,12 +64,18 @@ class FrozenBase:
 
 @torch.no_grad()
 def _sum(tensor: torch.Tensor) -> int | None:
-    """Of its bits, as integers: no training step keeps it. None for what has no plain bits.
+    """Of its bits, as integers, modulo 2^64: no training step keeps it. None for what has no plain bits.
+
+    In parts, as torch makes int64 of all that it adds up.
 
     Signatures have a checksum that misses nothing, but it copies all from the GPU: once an attach, not each checkpoint.
     """
     try:
-        return int(tensor.contiguous().view(_SAME_SIZE[tensor.element_size()]).sum())
+        bits = tensor.contiguous().view(_SAME_SIZE[tensor.element_size()]).reshape(-1)
+        total = torch.zeros((), dtype=torch.int64, device=bits.device)
+        for where in parts_of(bits):
+            total += bits[where].sum()
+        return int(total)
     except (RuntimeError, KeyError, NotImplementedError):
         return None
 

@@ -11,11 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peerd.local.export import write_safetensors
 from peerd.trainer.complete import write_complete
-from peerd.trainer.rest import FrozenBase, Incomplete, Rest, read
+from peerd.trainer.rest import FrozenBase, Incomplete, Rest, _sum, read
 from peerd.training.model.flat import FlatModel
+from peerd.training.model.published import PART_ON_CPU
 from peerd.transport.errors import UserError
 
 
@@ -142,6 +144,43 @@ def test_the_file_of_an_earlier_model_goes(tmp_path: Path) -> None:
         for _ in range(2):
             Rest(model, flat.pieces, flat.signature).write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"rest-{flat.signature[:16]}.safetensors"]
+
+
+class Sums(TorchDispatchMode):
+    """Notes of how many values there are sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: list[int] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if "sum" in str(operation):
+            self.of.append(arguments[0].numel())
+        return operation(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_a_frozen_base_is_summed_in_parts(dtype: torch.dtype) -> None:
+    """Of whole tensors torch made int64: of bfloat16 weights four times their memory, on their GPU."""
+    model = nn.Linear(2, 2)
+    model.base = nn.Parameter(torch.arange(3 * PART_ON_CPU + 5).to(dtype), requires_grad=False)
+    with Sums() as sums:
+        base = FrozenBase(model)
+    assert sums.of == 3 * [PART_ON_CPU] + [5]
+    assert base.unchanged(model) == {"base"}
+    model.base.data[-1] = 1
+    assert not base.unchanged(model)
+
+
+def test_the_sum_of_a_files_tensor_is_what_it_was() -> None:
+    """Of all at once, modulo 2^64: files of before are read."""
+    for values in (
+        torch.full((PART_ON_CPU + 3,), -1e300, dtype=torch.float64),
+        torch.randn(7).bfloat16(),
+        torch.ones(0),
+    ):
+        bits = values.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[values.itemsize])
+        assert _sum(values) == int(bits.sum())
 
 
 @pytest.mark.parametrize(
