@@ -158,7 +158,7 @@ def test_two_exports_to_one_path_at_once_are_each_whole(tmp_path: Path) -> None:
 def test_float32_values_are_written_from_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of each would be a model more in the daemon."""
     values = np.arange(8, dtype=np.float32)
-    shares = []
+    shares: list[bool] = []
 
     def save(named: dict[str, npt.NDArray[np.float32]], path: Path, **_: object) -> None:
         shares.extend(np.shares_memory(each, values) for each in named.values())

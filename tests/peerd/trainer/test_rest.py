@@ -146,11 +146,11 @@ def test_the_file_of_an_earlier_model_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f"rest-{flat.signature[:16]}.safetensors"]
 
 
-class Sums(TorchDispatchMode):
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes of how many values there are sums."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.of: list[int] = []
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:

@@ -191,7 +191,7 @@ class Subtracted(set[str]):
 
     times = 0
 
-    def __sub__(self, other: AbstractSet[str | None]) -> set[str]:
+    def __sub__(self, other: AbstractSet[object]) -> set[str]:
         self.times += 1
         return super().__sub__(other)
 
