@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,6 +100,7 @@ class Collective:
             for segment, start, stop in _pieces(len(own), topology.segments(size), cut)
         ]
         self._incomplete = len(self._parts)
+        self._lacking = list(range(len(self._parts)))  # whose own values are not there, in the order of these
 
     @property
     def done(self) -> bool:
@@ -108,10 +110,13 @@ class Collective:
     def come(self, first: int, last: int) -> list[Piece]:
         """This rank's own values [first, last) are there; each value may come again, and is what it was."""
         pieces = []
-        for index, part in enumerate(self._parts):
-            if not part.has_own and first <= part.start and part.stop <= last:
-                part.has_own = True
+        begin = bisect_left(self._lacking, first, key=lambda index: self._parts[index].start)
+        end = bisect_right(self._lacking, last, key=lambda index: self._parts[index].stop)
+        for index in self._lacking[begin:end]:
+            if not self._parts[index].has_own:
+                self._parts[index].has_own = True
                 pieces += self._reduce(index)
+        del self._lacking[begin:end]
         return pieces
 
     def receive(self, source: int, tag: int, payload: Any) -> list[Piece]:

@@ -214,3 +214,29 @@ def test_pieces_that_cannot_be_are_the_peers_fault() -> None:
     for source, tag in ((3, 0), (1, 1), (1, 2), (1, -1)):
         with pytest.raises(PeerError):
             machine.receive(source, tag, np.ones(8))
+
+
+class Looked(list[Any]):
+    """Counts at how many of its items somebody has looked."""
+
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Any:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_values_that_come_part_by_part_are_not_all_looked_through_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of 70 billion values has 67,000 pieces, and comes in 6,000 parts."""
+    count = 1000
+    monkeypatch.setattr(collective, "PIECE_VALUES", 1)
+    alone = Collective(parse_topology("ring"), 0, 1, np.zeros(count, np.int64), Plain())
+    alone._parts = parts = Looked(alone._parts)
+    for first in reversed(range(0, count, 10)):
+        alone.come(first, count)
+    assert alone.done
+    assert parts.looks < 50 * count
