@@ -177,8 +177,8 @@ class Drawing(random.Random):
 def test_of_a_range_of_billions_of_values_not_all_is_drawn_at_once() -> None:
     """More than 2**31 bits are not to be had."""
     rng, blocks = Drawing(0), PART + 3
-    drawn = _Range(0, blocks * RATE_MAX * RUN, rng, whole=False).runs
-    at_once = np.frombuffer(random.Random(0).randbytes(4 * blocks), np.uint32) % RATE_MAX
+    drawn = _Range(0, blocks * THIN_MAX * RUN, rng, whole=False).runs
+    at_once = np.frombuffer(random.Random(0).randbytes(4 * blocks), np.uint32) % THIN_MAX
     assert drawn is not None
-    np.testing.assert_array_equal(drawn, np.arange(blocks) * RATE_MAX + at_once)
+    np.testing.assert_array_equal(drawn, np.arange(blocks) * THIN_MAX + at_once)
     assert rng.most == 4 * PART
