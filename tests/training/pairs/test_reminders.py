@@ -91,7 +91,7 @@ def test_the_more_were_given_up_in_vain_the_longer_another_is_waited_for(given_u
     def minutes(peer: str) -> float:
         """Until it is silent."""
         found = 0.0
-        while peer not in reminders.silent(peer):
+        while not reminders.silent([peer]):
             found += round(waits(reminders, peer, 1)[0] / 60)
         return found
 
