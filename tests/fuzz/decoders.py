@@ -214,6 +214,7 @@ class LocalMessages(Drawn):
         {"kind": "gradient_part", "step": 4, "samples": 8.0, "first": 2, "anew": True}, {"kind": "go"},
         {"kind": "gradient_ready", "step": 4, "samples": 8.0, "rate": 0.1, "anew": False}, {"kind": "finished"},
         {"kind": "load", "copy": 0, "step": 5}, {"kind": "gradient", "mean": True}, {"kind": "checkpoint", "why": None},
+        {"kind": "drew", "digest": bytes(8)},
     )  # fmt: skip
 
     def __init__(self) -> None:
