@@ -6,8 +6,8 @@ for nodes that started at different times, whose models differ, for any optimize
 little more than the signs of a gradient: of a small model other batches may well make the same one.
 
 Nothing is told of a model whose inputs are the same at each step, as those of all data at once or of fixed coordinates
-are, nor of one that is not called, is compiled whole, or gets no tensors: that two nodes draw the same may be missed,
-never made up. Of several ranks it is what the first one draws.
+are, nor of one that is not called, that is compiled as a part of something else, that has pre-hooks of its own or gets
+no tensors: that two nodes draw the same may be missed, never made up. Of several ranks it is what the first one draws.
 
 Of a large tensor KEPT values count, at places that no length of a row meets in one column. They stay where they are
 until the last step, so a GPU is waited for once; what of it went through other arithmetic (a GPU's preprocessing beside
@@ -17,8 +17,8 @@ a CPU's) differs, and is missed, too.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -35,6 +35,7 @@ STEPS_MAX = 64  # in which they have to come
 KEPT = 1 << 14  # values of a tensor
 TENSORS_MAX = 32  # of a step, of the many that may accumulate
 DEPTH_MAX = 4  # of lists in lists
+_KEY = -1  # of a hook; torch counts its own from 0
 _SPREAD = 40503  # 2^16 over the golden ratio, odd
 
 
@@ -46,7 +47,7 @@ class Inputs:
         self._now: list[torch.Tensor] = []
         self._count = 0
         self._root_called = False
-        self._hooks: list[Any] = []
+        self._heard: list[tuple[nn.Module, dict[str, Any]]] = []  # each with its own dicts of hooks
         self._failed = False
         for root in _roots(model):
             self._hook(root, is_root=True)
@@ -56,7 +57,7 @@ class Inputs:
 
     def after_step(self) -> bytes | None:
         """The digest, once; the hooks are gone then, or as soon as there will be none."""
-        if not self._hooks:
+        if not self._heard:
             return None
         self._count += 1
         if self._now:
@@ -71,23 +72,37 @@ class Inputs:
 
     def remove(self) -> None:
         """Hear no more. What was kept stays: a forked child, which has no CUDA, must not let go of it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for module, own in self._heard:
+            if not any(len(module.__dict__[name]) for name in own):  # else the script knows them by these dicts
+                module.__dict__.update(own)
+        self._heard = []
 
     def _hook(self, module: nn.Module, *, is_root: bool) -> None:
-        if not isinstance(module, torch.jit.ScriptModule):
-            self._hooks.append(module.register_forward_pre_hook(_Hook(self, is_root=is_root), with_kwargs=True))
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        own = {name: module.__dict__[name] for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")}
+        if any(own.values()):
+            return  # who added them takes them out of these dicts
 
-    def called(self, given: object, *, is_root: bool) -> None:
+        def hook(_: nn.Module, arguments: object, named: object) -> None:
+            self._called((arguments, named), is_root=is_root)
+
+        # else it would be compiled beside the model, and hear what a compiler calls
+        hidden = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        module.__dict__.update({name: _Hidden(hidden) for name in own})
+        self._heard.append((module, own))
+
+    def _called(self, given: object, *, is_root: bool) -> None:
         """The model, or where it is called in parts a part, is about to be given this."""
-        if self._failed or not torch.is_grad_enabled():
+        if self._failed or not self._heard or not torch.is_grad_enabled():
             return
         if is_root and not self._root_called:
             self._root_called, self._steps, self._now = True, [], []
         if is_root != self._root_called:
             return
         try:
+            if torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack():
+                return  # who records or counts operations wants the model's alone
             for tensor in _tensors(given):
                 if len(self._now) == TENSORS_MAX:
                     return
@@ -99,27 +114,32 @@ class Inputs:
             self._failed = True
 
 
-class _Hook:
-    """Before a module's forward pass; that of a copy of the module only goes away."""
+class _Hidden(OrderedDict[int, Any]):
+    """A module's hooks, of which it has none: but its own call is told of one.
 
-    def __init__(self, inputs: Inputs | None, *, is_root: bool) -> None:
-        self._inputs = inputs
-        self._is_root = is_root
+    TorchScript, CUDA's graphs and a Transformer's fast path do not take a module that has hooks, and copies of it, also
+    those in files, would keep them. Where the script adds one of its own, this one is gone.
+    """
 
-    def __call__(self, module: nn.Module, arguments: object, named: object) -> None:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            return  # a graph would have it in it for ever
-        if self._inputs is not None:
-            self._inputs.called((arguments, named), is_root=self._is_root)
-            return
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
-            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    def __init__(self, hook: Callable[[nn.Module, object, object], None] | None = None) -> None:
+        super().__init__()
+        self._hook = hook
 
-    def __deepcopy__(self, _: object) -> _Hook:
-        return _Hook(None, is_root=self._is_root)
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self._hook = None
+        super().__setitem__(key, hook)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # takes three, does nothing, and whoever loads it needs no peerd
+    def __bool__(self) -> bool:
+        return self._hook is not None or len(self) > 0
+
+    def __contains__(self, key: object) -> bool:
+        return (key == _KEY and self._hook is not None) or super().__contains__(key)
+
+    def items(self) -> Any:
+        return super().items() if self._hook is None else [(_KEY, self._hook)]
+
+    def __reduce__(self) -> Any:
+        return OrderedDict(self).__reduce__()
 
 
 def _roots(model: nn.Module) -> Iterable[nn.Module]:

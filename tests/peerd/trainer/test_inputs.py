@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.hooks import RemovableHandle
 
 from peerd.protocol.trainer import DRAWS_BYTES
 from peerd.trainer.inputs import KEPT, STEPS, STEPS_MAX, TENSORS_MAX, Inputs
@@ -234,30 +238,104 @@ def test_who_hears_no_more_lets_go_of_nothing() -> None:
 def test_a_copy_of_the_model_is_not_heard() -> None:
     model, batch, same, noise = nn.Sequential(nn.Identity()), drawn(0), drawn(0), drawn(9)
     inputs = Inputs(model)
-    averaged, packed = copy.deepcopy(model), pickle.dumps(model)
+    averaged, shallow, packed = copy.deepcopy(model), copy.copy(model), pickle.dumps(model)
     assert b"peerd" not in packed, "who loads it need not have it"
-    (hook,) = model._forward_pre_hooks.values()
-    made: Any = hook.__reduce__()
-    assert made[0](*made[1])(model, (), {}) is None
     for number in range(STEPS):
         averaged(noise(number))
         model(batch(number))
         found = inputs.after_step()
     assert found == told(model, lambda number: model(same(number)))
-    assert hooks_of(averaged) == 0, "a copy's goes away"
+    assert found is not None
+    for one in (model, averaged):
+        assert type(one._forward_pre_hooks) is OrderedDict
+        assert not one._forward_pre_hooks
+    shallow(batch(0))
+    assert not inputs._now, "it has the model's own dicts, and is heard no more"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_whoever_takes_no_module_with_hooks_takes_the_model() -> None:
+    """TorchScript takes none but those in its own language, CUDA's graphs none, a Transformer's fast path none."""
+    model = TwoParts()
+    Inputs(model)
+    for one in (model, copy.deepcopy(model)):
+        torch.jit.script(one)
+    for part in model.modules():
+        assert len(part._forward_pre_hooks) == len(part._forward_pre_hooks_with_kwargs) == 0
+        assert [*part._forward_pre_hooks.values()] == []
+    layer, batch = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval(), torch.randn(2, 4, 8)
+    Inputs(layer)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        layer(batch)
+    assert "aten::_transformer_encoder_layer_fwd" in {event.name for event in profile.events() or []}
+
+
+def test_what_a_script_hooks_on_is_called_and_goes_by_its_handle() -> None:
+    """Added before, during and after; the model that has some is not heard."""
+    model, called = nn.Identity(), list[str]()
+
+    def add(name: str, **options: Any) -> RemovableHandle:
+        return model.register_forward_pre_hook(lambda *_: called.append(name), **options)
+
+    before = add("before")
+    inputs = Inputs(model)
+    model(torch.ones(4))
+    assert not inputs._now
+    before.remove()
+    inputs.remove()
+    model(torch.ones(4))
+    assert called == ["before"]
+
+    inputs = Inputs(model)
+    model(torch.ones(4))
+    during, with_names = add("during"), add("with names", with_kwargs=True)
+    model(torch.ones(4))
+    assert len(inputs._now) == 1
+    assert called == ["before", "during", "with names"]
+    inputs.remove()
+    during.remove()
+    model(torch.ones(4))
+    assert called == ["before", "during", "with names", "with names"]
+    with_names.remove()
+    model(torch.ones(4))
+    assert len(called) == 4
+
+
+def test_who_records_operations_sees_the_models_alone() -> None:
+    """Selective checkpoints count them, by which they find again what they kept."""
+    model = TwoParts()
+    before = len([*make_fx(model)(torch.randn(8, 4)).graph.nodes])
+    inputs = Inputs(model)
+    assert len([*make_fx(model)(torch.randn(8, 4)).graph.nodes]) == before
+    inputs.remove()
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_compiled_model_has_no_trace_of_it(whole: bool) -> None:
-    model, batch, same = nn.Sequential(nn.Tanh()), drawn(0), drawn(0)
-    inputs = Inputs(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=whole)
+@pytest.mark.parametrize("how", ["around", "in place", "before", "in a step"])
+def test_a_compiled_model_is_compiled_once_without_it(how: str, whole: bool) -> None:
+    """And is heard as another one is, but where it is a part of what is compiled."""
+    model, batch, same = TwoParts(), drawn(0), drawn(0)
+    torch._dynamo.reset()
+    counter: Any = CompileCounter()
+    options: dict[str, Any] = {"backend": counter, "fullgraph": whole}
+    run: Any = torch.compile(model, **options) if how == "before" else model
+    inputs = Inputs(run)
+    if how == "around":
+        run = torch.compile(model, **options)
+    elif how == "in place":
+        model.compile(**options)
+    elif how == "in a step":
+        run = torch.compile(lambda batch: model(batch), **options)  # type: ignore[misc]
+    found = []
     for number in range(STEPS):
-        compiled(batch(number))
-        assert inputs.after_step() is None
+        run(batch(number))
+        found.append(inputs.after_step())
     inputs.remove()
-    wrapper: Any = torch.compile(nn.Sequential(nn.Tanh()), backend="eager", fullgraph=whole)
-    assert told(wrapper, lambda number: wrapper(same(number))) is not None, "its inputs are seen from outside"
+    run(batch(0))
+    assert counter.frame_count == 1
+    assert counter.op_count == 2, "two layers"
+    plain = TwoParts()
+    assert found[-1] == (None if how == "in a step" else told(plain, lambda number: plain(same(number))))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
