@@ -30,7 +30,7 @@ from peerd.training.model.names import wraps_as
 from peerd.training.model.together import Together
 
 STEPS = 8
-"""With inputs. Of two nodes that shuffle a data set of four samples on their own, one pair in 576 has these alike."""
+"""With inputs. As no two are alike, two nodes that draw on their own have one chance in 8!, 40,320, or less."""
 STEPS_MAX = 64  # in which they have to come
 KEPT = 1 << 14  # values of a tensor
 TENSORS_MAX = 32  # of a step, of the many that may accumulate
@@ -147,8 +147,8 @@ def _roots(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _tensors(given: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    if type(given) is torch.Tensor and given.layout is torch.strided and given.numel():  # one of ranks together has a
-        yield given  # type of its own, and to look at it is all ranks' to do
+    if type(given) is torch.Tensor and given.layout is torch.strided and given.numel() > 1:  # no number of the step;
+        yield given  # one of ranks together has a type of its own, and to look at it is all ranks' to do
     elif depth <= DEPTH_MAX and isinstance(given, Mapping):
         for value in given.values():
             yield from _tensors(value, depth + 1)

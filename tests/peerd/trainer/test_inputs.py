@@ -88,7 +88,7 @@ def test_the_same_is_told_of_the_same_batches_alone(seed: int, other: int, one_m
 
 
 @FEW
-@given(st.integers(0, STEPS - 1), st.integers(1, 4 * KEPT), st.data())
+@given(st.integers(0, STEPS - 1), st.integers(2, 4 * KEPT), st.data())
 def test_one_other_batch_is_enough(at: int, width: int, data: st.DataObject) -> None:
     """Of a large batch it is another one in all of its values, of a small one in one of them."""
     where = slice(None) if width > KEPT else data.draw(st.integers(0, width - 1))
@@ -308,6 +308,19 @@ def test_who_records_operations_sees_the_models_alone() -> None:
     inputs = Inputs(model)
     assert len([*make_fx(model)(torch.randn(8, 4)).graph.nodes]) == before
     inputs.remove()
+
+
+def test_the_number_of_a_step_tells_nothing() -> None:
+    """Beside coordinates that are the same at each one, it is the same on all nodes."""
+    coordinates = torch.ones(8, 2)
+
+    class Timed(nn.Module):
+        def forward(self, where: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
+            return where * when
+
+    model = Timed()
+    assert told(model, lambda number: model(coordinates, torch.tensor(number))) is None
+    assert told(model, lambda number: model(coordinates, torch.tensor([number]))) is None
 
 
 @pytest.mark.parametrize("whole", [False, True])
