@@ -32,7 +32,7 @@ from peerd.training.model.together import Together
 STEPS = 8
 """With inputs. As no two are alike, two nodes that draw on their own have one chance in 8!, 40,320, or less."""
 STEPS_MAX = 64  # in which they have to come
-KEPT = 1 << 14  # values of a tensor
+KEPT = 1 << 12  # values of a tensor
 TENSORS_MAX = 32  # of a step, of the many that may accumulate
 DEPTH_MAX = 4  # of lists in lists
 _KEY = -1  # of a hook; torch counts its own from 0
@@ -160,7 +160,9 @@ def _tensors(given: object, depth: int = 0) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, or those of some of its values, shape (count,), in memory of their own, where it is."""
-    values = tensor.detach().reshape(-1)
+    # in the order of memory, as pictures in channels_last would be copied whole
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    values = tensor.detach().permute(order).reshape(-1)
     if len(values) > KEPT:
         block = len(values) // KEPT
         runs = torch.arange(KEPT, device=values.device)

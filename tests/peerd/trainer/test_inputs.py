@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.hooks import RemovableHandle
 
 from peerd.protocol.trainer import DRAWS_BYTES
-from peerd.trainer.inputs import KEPT, STEPS, STEPS_MAX, TENSORS_MAX, Inputs
+from peerd.trainer.inputs import KEPT, STEPS, STEPS_MAX, TENSORS_MAX, Inputs, _kept
 from peerd.training.model.together import one_model
 
 FEW = settings(max_examples=25, deadline=None)
@@ -321,6 +321,13 @@ def test_the_number_of_a_step_tells_nothing() -> None:
     model = Timed()
     assert told(model, lambda number: model(coordinates, torch.tensor(number))) is None
     assert told(model, lambda number: model(coordinates, torch.tensor([number]))) is None
+
+
+def test_pictures_in_channels_last_are_not_copied_whole() -> None:
+    pictures = torch.randn(4, 3, 64, 64).to(memory_format=torch.channels_last)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert len(_kept(pictures)) == 4 * KEPT
+    assert max(event.cpu_memory_usage for event in profile.events() or []) < pictures.nbytes
 
 
 @pytest.mark.parametrize("whole", [False, True])
