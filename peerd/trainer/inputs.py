@@ -84,7 +84,8 @@ class Inputs:
         if any(own.values()):
             return  # who added them takes them out of these dicts
 
-        def hook(_: nn.Module, arguments: object, named: object) -> None:
+        # of a call in another thread, while it is taken away, the named ones may be left out
+        def hook(_: nn.Module, arguments: object, named: object = None) -> None:
             self._called((arguments, named), is_root=is_root)
 
         # else it would be compiled beside the model, and hear what a compiler calls
@@ -121,7 +122,7 @@ class _Hidden(OrderedDict[int, Any]):
     those in files, would keep them. Where the script adds one of its own, this one is gone.
     """
 
-    def __init__(self, hook: Callable[[nn.Module, object, object], None] | None = None) -> None:
+    def __init__(self, hook: Callable[..., None] | None = None) -> None:
         super().__init__()
         self._hook = hook
 

@@ -301,6 +301,16 @@ def test_what_a_script_hooks_on_is_called_and_goes_by_its_handle() -> None:
     assert len(called) == 4
 
 
+def test_a_call_in_another_thread_goes_on_while_it_is_no_more_heard() -> None:
+    """Torch asks first which hooks there are, then which of them take what is named."""
+    model = nn.Identity()
+    inputs = Inputs(model)
+    ((key, hook),) = model._forward_pre_hooks.items()
+    inputs.remove()
+    assert key not in model._forward_pre_hooks_with_kwargs
+    hook(model, (torch.ones(4),))
+
+
 def test_who_records_operations_sees_the_models_alone() -> None:
     """Selective checkpoints count them, by which they find again what they kept."""
     model = TwoParts()
