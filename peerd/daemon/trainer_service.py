@@ -165,8 +165,9 @@ class TrainerService:
         if self.mode is not None:
             self._runner.on_partners(self._partners(known, self._runner.core.plan, type(self.mode)))
         said = partners_said(known, self._me, self.signature)
-        # one that has died may have come back under another name
-        alive = {id: meta for id, meta in said.items() if known[id].state == State.ALIVE}
+        # a dead one may be back under another name, or another id: without its folder this node itself, in a container
+        own = self._settings.name
+        alive = {id: meta for id, meta in said.items() if known[id].state == State.ALIVE and known[id].name != own}
         for id in self._same_batches.heard(self.meta, alive):
             LOGGER.warning(SAME_BATCHES, known[id].name)
         others = self._ends.heard(said)

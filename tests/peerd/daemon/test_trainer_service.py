@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +36,14 @@ from peerd.transport.errors import PeerError, UserError
 from peerd.transport.messages import (
     LinkOpen,
     LinkSnapshot,
+    Member,
     ModelEqual,
     ModelPromise,
     ModelRequest,
     ModelSketch,
     ModelSnapshot,
     SketchRequest,
+    State,
 )
 
 LAYOUT = Layout(6, 6)
@@ -164,6 +167,26 @@ async def test_who_cannot_be_dialled_has_no_link_until_it_can(
         for node.far in (["other"], []):
             node.side.on_members()
     assert told == [frozenset({"other"} if stays else ()), frozenset({"other"})]
+
+
+async def test_a_node_that_came_back_with_another_id_does_not_draw_as_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While nobody knows yet that its former life has ended."""
+    node = Node(tmp_path)
+    async with running(node) as nursery:
+        with script() as trainer:
+            nursery.start_soon(trainer.serve, node)
+            await trainer.trains()
+            await trainer.say("drew", digest=b"one seed")
+            await until(lambda: node.side.meta.draws == b"one seed")
+            same = replace(READY, draws=b"one seed")
+            node.members["former"] = Member("former", "me", "h", 1, 1, 0, State.ALIVE, "", same.pack())
+            node.side.on_members()
+            assert node.side.same_batches == frozenset()
+            node.member("other", same)
+            assert node.side.same_batches == {"other"}
+    assert [line.split()[0] for line in lines(caplog) if "same batches" in line] == ["other"]
 
 
 @pytest.mark.parametrize(("kept", "load", "goes_on_at"), [(4, 0, 9), (9, 0, 9), (11, None, 11)])
