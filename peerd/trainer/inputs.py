@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
+from itertools import islice
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ class Inputs:
         self._root_called = False
         self._heard: list[tuple[nn.Module, dict[str, Any]]] = []  # each with its own dicts of hooks
         self._failed = False
-        for root in _roots(model):
+        roots = [*model.children()] if isinstance(model, Together) else [model]
+        for root in roots:  # before parts, of which one may be a model, too
             self._hook(root, is_root=True)
+        for root in roots:
             if wraps_as(root) is None:  # else what is inside is called by it alone
                 for child in root.children():  # Lightning's modules are often called in parts
                     self._hook(child, is_root=False)
@@ -143,18 +146,12 @@ class _Hidden(OrderedDict[int, Any]):
         return OrderedDict(self).__reduce__()
 
 
-def _roots(model: nn.Module) -> Iterable[nn.Module]:
-    return model.children() if isinstance(model, Together) else [model]
-
-
 def _tensors(given: object, depth: int = 0) -> Iterator[torch.Tensor]:
     if type(given) is torch.Tensor and given.layout is torch.strided and given.numel() > 1:  # no number of the step;
         yield given  # one of ranks together has a type of its own, and to look at it is all ranks' to do
-    elif depth <= DEPTH_MAX and isinstance(given, Mapping):
-        for value in given.values():
-            yield from _tensors(value, depth + 1)
-    elif depth <= DEPTH_MAX and isinstance(given, list | tuple):
-        for value in given:
+    elif depth <= DEPTH_MAX and isinstance(given, Mapping | list | tuple):
+        # a list of many texts is not for each step to walk through
+        for value in islice(given.values() if isinstance(given, Mapping) else given, TENSORS_MAX):
             yield from _tensors(value, depth + 1)
 
 

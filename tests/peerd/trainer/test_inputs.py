@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -156,6 +156,37 @@ def test_of_several_models_each_counts() -> None:
         return step
 
     assert told(both, steps(1)) == told(both, steps(1)) != told(both, steps(2))
+
+
+def test_a_model_that_is_a_part_of_another_counts_by_itself() -> None:
+    g, d = nn.Linear(4, 4), nn.Linear(4, 1)
+    whole = nn.Sequential(g, d)
+    both = one_model([whole, d])
+
+    def steps(seed: int) -> Callable[[int], None]:
+        noise, data = drawn(0), drawn(seed)
+
+        def step(number: int) -> None:
+            whole(noise(number))
+            d(data(number))
+
+        return step
+
+    assert told(both, steps(1)) == told(both, steps(1)) != told(both, steps(2))
+
+
+def test_a_list_of_very_many_is_not_walked_through() -> None:
+    class Texts(list[str]):
+        seen = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for text in super().__iter__():
+                Texts.seen += 1
+                yield text
+
+    model = nn.Identity()
+    told(model, lambda _: model(Texts(["text"] * 10_000)), STEPS)
+    assert 0 < Texts.seen <= STEPS * TENSORS_MAX
 
 
 def test_inputs_may_be_named_and_in_lists() -> None:
