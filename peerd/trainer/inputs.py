@@ -113,7 +113,7 @@ class Inputs:
                     self._failed = True  # replays call nothing
                     return
                 self._now.append(_kept(tensor))
-        except Exception:  # torch's own, of odd tensors: the script must not hear of it
+        except Exception:  # also torch's own, of odd tensors: the script must not hear of it
             self._failed = True
 
 
@@ -146,12 +146,19 @@ class _Hidden(OrderedDict[int, Any]):
 
 
 def _tensors(given: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    if type(given) is torch.Tensor and given.layout is torch.strided and given.numel() > 1:  # no number of the step;
-        yield given  # one of ranks together has a type of its own, and to look at it is all ranks' to do
+    """Raises TypeError for what may hold a batch in a way of its own: beside it the rest may well be the same for all.
+
+    So does a tensor of several ranks together, at which all would have to look.
+    """
+    if type(given) is torch.Tensor and given.layout is torch.strided:
+        if given.numel() > 1:  # else it may be the number of the step
+            yield given
     elif depth <= DEPTH_MAX and isinstance(given, Mapping | list | tuple):
         # a list of many texts is not for each step to walk through
         for value in islice(given.values() if isinstance(given, Mapping) else given, TENSORS_MAX):
             yield from _tensors(value, depth + 1)
+    elif not isinstance(given, int | float | str | None):
+        raise TypeError(type(given))
 
 
 @torch.no_grad()

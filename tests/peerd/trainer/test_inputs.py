@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -248,6 +249,19 @@ def test_odd_inputs_do_no_harm() -> None:
         told(model, lambda _, odd=odd: model(odd), STEPS)  # type: ignore[misc]
     mapped: Callable[[torch.Tensor], torch.Tensor] = torch.func.vmap(lambda row: model(row) + 1)
     told(model, lambda _: mapped(torch.eye(4)))
+
+
+@pytest.mark.parametrize("odd", [torch.eye(4).to_sparse(), np.eye(4), object(), [[[[[[1]]]]]]])
+def test_noise_beside_what_may_be_a_batch_tells_nothing(odd: object) -> None:
+    """With one seed for the noise it is the same on all nodes, whatever their data is."""
+
+    class Noisy(nn.Module):
+        def forward(self, noise: torch.Tensor, data: object) -> torch.Tensor:
+            return noise
+
+    model, noise, same = Noisy(), drawn(0), drawn(0)
+    assert told(model, lambda number: model(noise(number), odd)) is None
+    assert told(model, lambda number: model(same(number), data=[3, 0.5, "text", None, True])) is not None
 
 
 def test_the_scripts_randomness_is_as_without() -> None:
