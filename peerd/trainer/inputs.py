@@ -50,12 +50,14 @@ class Inputs:
         self._heard: list[tuple[nn.Module, dict[str, Any]]] = []  # each with its own dicts of hooks
         self._failed = False
         roots = [*model.children()] if isinstance(model, Together) else [model]
+        self._unheard = set(roots)  # of a generator alone the inputs may be noise, the same on all nodes
+        self._hears_parts = True
         for root in roots:  # before parts, of which one may be a model, too
             self._hook(root, is_root=True)
         for root in roots:
             if wraps_as(root) is None:  # else what is inside is called by it alone
                 for child in root.children():  # Lightning's modules are often called in parts
-                    self._hook(child, is_root=False)
+                    self._hears_parts &= self._hook(child, is_root=False)
 
     def after_step(self) -> bytes | None:
         """The digest, once; the hooks are gone then, or as soon as there will be none."""
@@ -70,7 +72,8 @@ class Inputs:
             return None
         self.remove()
         steps, self._steps, self._now = self._steps, [], []
-        return _digest_of(steps) if done and not self._failed else None
+        hears_all = not self._unheard if self._root_called else self._hears_parts
+        return _digest_of(steps) if done and hears_all and not self._failed else None
 
     def remove(self) -> None:
         """Hear no more. What was kept stays: a forked child, which has no CUDA, must not let go of it."""
@@ -79,23 +82,25 @@ class Inputs:
                 module.__dict__.update(own)
         self._heard = []
 
-    def _hook(self, module: nn.Module, *, is_root: bool) -> None:
+    def _hook(self, module: nn.Module, *, is_root: bool) -> bool:
+        """Whether that can be."""
         if isinstance(module, torch.jit.ScriptModule):
-            return
+            return False
         own = {name: module.__dict__[name] for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")}
         if any(own.values()):
-            return  # who added them takes them out of these dicts
+            return False  # who added them takes them out of these dicts
 
         # of a call in another thread, while it is taken away, the named ones may be left out
         def hook(_: nn.Module, arguments: object, named: object = None) -> None:
-            self._called((arguments, named), is_root=is_root)
+            self._called(module, (arguments, named), is_root=is_root)
 
         # else it would be compiled beside the model, and hear what a compiler calls
         hidden = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         module.__dict__.update({name: _Hidden(hidden) for name in own})
         self._heard.append((module, own))
+        return True
 
-    def _called(self, given: object, *, is_root: bool) -> None:
+    def _called(self, module: nn.Module, given: object, *, is_root: bool) -> None:
         """The model, or where it is called in parts a part, is about to be given this."""
         if self._failed or not self._heard or not torch.is_grad_enabled():
             return
@@ -103,6 +108,7 @@ class Inputs:
             self._root_called, self._steps, self._now = True, [], []
         if is_root != self._root_called:
             return
+        self._unheard.discard(module)
         try:
             if torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack():
                 return  # who records or counts operations wants the model's alone

@@ -159,6 +159,40 @@ def test_of_several_models_each_counts() -> None:
     assert told(both, steps(1)) == told(both, steps(1)) != told(both, steps(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("how", ["scripted", "in parts", "compiled within a step"])
+def test_of_several_models_one_that_is_not_heard_has_all_tell_nothing(how: str) -> None:
+    """The others' inputs may be noise of one seed."""
+    g = nn.Linear(4, 4)
+    d: Any = torch.jit.script(TwoParts()) if how == "scripted" else TwoParts()
+    run = d
+    if how == "in parts":
+        run = lambda batch: d.head(d.body(batch))  # noqa: E731
+    elif how == "compiled within a step":
+        run = torch.compile(lambda batch: d(batch), backend="eager")  # type: ignore[misc]
+    noise, data = drawn(0), drawn(1)
+
+    def step(number: int) -> None:
+        run(data(number))
+        g(noise(number))
+
+    assert told(one_model([g, d]), step) is None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_part_that_is_not_heard_has_a_model_in_parts_tell_nothing() -> None:
+    model: Any = TwoParts()
+    noise, data = drawn(0), drawn(1)
+    model.head = torch.jit.script(model.head)
+
+    def step(number: int) -> None:
+        model.body(noise(number))
+        model.head(data(number))
+
+    assert told(model, step) is None
+    assert told(model, lambda number: model(data(number))) is not None
+
+
 def test_a_model_that_is_a_part_of_another_counts_by_itself() -> None:
     g, d = nn.Linear(4, 4), nn.Linear(4, 1)
     whole = nn.Sequential(g, d)
