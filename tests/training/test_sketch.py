@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from threading import Barrier
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerd.training import sketch as sketch_module
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.sketch import BLOCK, WIDTH, packed, sketch, unpacked
+from peerd.training.kernels.cores import spread
+from peerd.training.sketch import BLOCK, TOGETHER, WIDTH, packed, sketch, unpacked
 
 SEEDS = st.binary(min_size=16, max_size=16)
 LONG = 2 * BLOCK + 1000
@@ -77,6 +82,37 @@ def test_signs_are_the_same_for_ever() -> None:
     """Members of two versions compare what they made by one seed."""
     found = sketch(np.arange(1.0, 101.0), Layout(90, 100), bytes(range(16)))
     assert [found[0].sum(), found[1].sum(), found[0][0], found[0][29]] == FIRST
+
+
+@pytest.mark.parametrize("count", [1, BLOCK + 1, LONG])
+def test_threads_make_the_same_bits_as_block_after_block(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_module, "TOGETHER", 2)
+    values = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+    rows = np.zeros((WIDTH, WIDTH))
+    for first in range(0, count, BLOCK):
+        signs = sketch_module._signs(bytes(16), first)[: count - first]
+        padded = np.zeros(BLOCK, np.float32)
+        padded[: len(signs)] = signs * values[first : first + BLOCK]
+        rows += padded.reshape(-1, WIDTH, WIDTH).sum(axis=0, dtype=np.float64)
+    expected = np.sum([np.roll(row, shift) for shift, row in enumerate(rows)], axis=0)
+    for threads in (1, 3):
+        with spread(threads, lambda: None):
+            np.testing.assert_array_equal(sketch(values, Layout(count, count), bytes(16))[0], expected)
+
+
+def test_a_large_model_is_sketched_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member trains on meanwhile, and who asked waits."""
+    meet, signs_of = Barrier(2), sketch_module._signs
+
+    def signs(seed: bytes, first: int) -> Any:
+        if first < 2 * BLOCK:
+            meet.wait(60)
+        return signs_of(seed, first)
+
+    monkeypatch.setattr(sketch_module, "_signs", signs)
+    assert TOGETHER > 1
+    with spread(2, lambda: None):
+        sketch(np.ones(LONG, np.float32), Layout(LONG, LONG), bytes(16))
 
 
 @given(st.lists(st.floats(-(2.0**40), 2.0**40, width=32), min_size=2 * WIDTH, max_size=2 * WIDTH))
