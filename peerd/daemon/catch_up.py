@@ -223,9 +223,11 @@ class CatchUp:
     async def _judge(self, donor: NodeId, layout: Layout, values: Vector, seed: bytes) -> None:
         """Raises PeerError: it is not the swarm's."""
         came_at = trio.current_time()
-        while self._opinion.waits(donor, trio.current_time() - came_at):
+        while self._opinion.waits(donor, came_at, trio.current_time(), layout.total):
             with trio.move_on_after(ASK_SOON_S):
                 await self._news.wait()
         offered = await in_thread(partial(sketch, values, layout, seed))
         if not self._opinion.accepts(donor, offered):
             raise PeerError("it is far from those of most others")
+        if lacks := self._opinion.lacks(donor):
+            LOGGER.warning("the model from %s is taken without a second opinion: %s", self._name_of(donor), lacks)

@@ -28,6 +28,7 @@ OTHERS_MIN = 2  # of which the odd one of three can be told
 FAR = 4.0  # as between partners (robust.py)
 CLOSE = 0.05
 REJECTED_MAX = 7  # models: who finds nobody credible takes what there is
+SKETCH_S = 5e-9  # what a value takes who is asked: a good one by one thread, while its script trains
 SEED_BYTES = 16
 OWN = b"own"  # the promise of a donor that says that its model is the newcomer's: no digest is as short
 
@@ -35,10 +36,11 @@ OWN = b"own"  # the promise of a donor that says that its model is the newcomer'
 class _Round:
     """What those say who were asked about one model."""
 
-    def __init__(self, promise: bytes, seed: bytes, asked: list[NodeId]) -> None:
+    def __init__(self, promise: bytes, seed: bytes, asked: list[NodeId], asked_at: float) -> None:
         self.promise = promise
         self.seed = seed
         self.asked = asked
+        self.asked_at = asked_at
         self.heard: dict[NodeId, Sketch] = {}
 
 
@@ -75,7 +77,7 @@ class SecondOpinion:
         others = sorted(set(givers) - {donor})
         asked = self._rng.sample(others, min(WITNESSES, len(others)))
         self._asked_at = now
-        self._round_of[donor] = _Round(promise, self._rng.randbytes(SEED_BYTES), asked)
+        self._round_of[donor] = _Round(promise, self._rng.randbytes(SEED_BYTES), asked, now)
         return [(witness, SketchRequest(self._round_of[donor].seed)) for witness in asked]
 
     def heard(self, witness: NodeId, said: ModelSketch) -> None:
@@ -87,10 +89,17 @@ class SecondOpinion:
                 except ValueError:
                     raise PeerError(f"a sketch of {len(said.sums)} bytes") from None
 
-    def waits(self, donor: NodeId, waited_s: float) -> bool:
-        """Whether more is to be heard before its model is judged, which came so long ago."""
+    def waits(self, donor: NodeId, came_at: float, now: float, values: int) -> bool:
+        """Whether more is to be heard before its model of so many `values` is judged, which came at that time."""
+        one = self._round_of[donor]
+        asked, heard = len(one.asked), len(one.heard)
+        until = came_at + (ASK_AGAIN_S if heard < OTHERS_MIN <= asked else ASK_SOON_S)
+        return heard < asked and now < max(until, one.asked_at + SKETCH_S * values)
+
+    def lacks(self, donor: NodeId) -> str:
+        """Why its model cannot be judged, though there are enough others; "" if it can be."""
         asked, heard = len(self._round_of[donor].asked), len(self._round_of[donor].heard)
-        return heard < asked and waited_s < (ASK_AGAIN_S if heard < OTHERS_MIN <= asked else ASK_SOON_S)
+        return f"of {asked} members that were asked about it {heard} answered" if heard < OTHERS_MIN <= asked else ""
 
     def seed(self, donor: NodeId, promise: bytes) -> bytes:
         """Of the sketch of its model that `accepts` takes. Raises PeerError: this is not the model it has promised."""

@@ -139,7 +139,7 @@ class FirstModel:
         """Take the model that came, if those who were asked about it find it the swarm's."""
         if self._has or offered is None or offered is not self._offered:
             return
-        if self._opinion.waits(offered.donor, self._node.now - offered.at):
+        if self._opinion.waits(offered.donor, offered.at, self._node.now, len(offered.values)):
             self._node.later(ASK_SOON_S, lambda: self._judge(offered))
             return
         self._offered = None

@@ -347,7 +347,7 @@ async def test_the_liar_was_asked_first_in_one_of_these() -> None:
 
 @pytest.mark.parametrize(("silent", "wait_s"), [(1, ASK_SOON_S), (2, ASK_AGAIN_S), (3, ASK_AGAIN_S)])
 async def test_who_says_nothing_of_its_model_is_waited_for_until_others_can_be_compared(
-    silent: int, wait_s: float
+    silent: int, wait_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with swarm() as there:
         shows(there, dict.fromkeys("abcd", MODEL))
@@ -363,6 +363,9 @@ async def test_who_says_nothing_of_its_model_is_waited_for_until_others_can_be_c
         assert await there.fetched()
         assert wait_s <= trio.current_time() - before <= wait_s + 2 * ASK_SOON_S
         assert len(told) == 3
+        why = f"is taken without a second opinion: of 3 members that were asked about it {3 - silent} answered"
+        alone = [f"the model from node-{there.asked[0]} {why}"] if silent > 1 else []
+        assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == alone
 
 
 @pytest.mark.parametrize("promise", [None, b"another"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, RequestLimit
-from peerd.node.second_opinion import CLOSE, FAR, REJECTED_MAX, WITNESSES, SecondOpinion, is_credible
+from peerd.node.second_opinion import CLOSE, FAR, REJECTED_MAX, SKETCH_S, WITNESSES, SecondOpinion, is_credible
 from peerd.training.sketch import WIDTH, Sketch, packed
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import ModelSketch, SketchRequest
@@ -127,19 +127,33 @@ def test_whoever_is_asked_may_be_and_is_no_donor(seed: int, donors: list[tuple[s
         assert not seeds & drawn, "another model, other signs"
         seeds |= drawn
         if can:
-            assert opinion.waits(donor, 0.0)
+            assert opinion.waits(donor, now, now, 1)
             answers(opinion, sent, 1.0)
-            assert not opinion.waits(donor, 0.0)
+            assert not opinion.waits(donor, now, now, 1 << 38)
+            assert not opinion.lacks(donor)
             assert drawn == {opinion.seed(donor, PROMISE)}
 
 
-@given(st.integers(1, 12), st.integers(0, WITNESSES), st.floats(0, 20))
-def test_two_others_are_waited_for_longer_than_all(members: int, answer: int, waited_s: float) -> None:
+@given(st.integers(1, 12), st.integers(0, WITNESSES), st.floats(0, 20), st.floats(0, 20))
+def test_two_others_are_waited_for_longer_than_all(members: int, answer: int, took_s: float, waited_s: float) -> None:
     opinion = SecondOpinion(Random(1))
     sent = asked(opinion, "m00", GIVERS[:members], 0.0)
     answers(opinion, sent[:answer], 1.0)
     until_s = ASK_SOON_S if answer >= 2 or len(sent) < 2 else ASK_AGAIN_S
-    assert opinion.waits("m00", waited_s) == (answer < len(sent) and waited_s < until_s)
+    waits = answer < len(sent) and took_s + waited_s < took_s + until_s
+    assert opinion.waits("m00", took_s, took_s + waited_s, 1) == waits
+    assert bool(opinion.lacks("m00")) == (answer < 2 <= len(sent))
+
+
+@given(st.integers(0, WITNESSES - 1), st.sampled_from([0.0, 60.0, 1e4]))
+def test_all_have_the_time_to_sketch_a_large_model(answer: int, took_s: float) -> None:
+    """From when they were asked: it may come at once, as the newcomer's own does, or by a slow line."""
+    opinion, values = SecondOpinion(Random(1)), 70 * 10**9
+    answers(opinion, asked(opinion, "m00", GIVERS, 5.0)[:answer], 1.0)
+    came_at = 5.0 + took_s
+    enough = max(5.0 + SKETCH_S * values, came_at + (ASK_SOON_S if answer >= 2 else ASK_AGAIN_S))
+    assert opinion.waits("m00", came_at, enough - 0.1, values)
+    assert not opinion.waits("m00", came_at, enough, values)
 
 
 def test_each_model_is_compared_with_what_was_said_when_it_was_promised() -> None:
@@ -185,7 +199,7 @@ def test_what_nobody_asked_for_is_dropped_and_what_is_no_sketch_is_an_offence() 
     opinion.heard("m00", ModelSketch(request.seed, bytes(8 * WIDTH)))
     opinion.heard(first, ModelSketch(b"another", bytes(3)))
     opinion.heard("stranger", ModelSketch(request.seed, bytes(3)))
-    assert opinion.waits("m00", 0.0)
+    assert opinion.waits("m00", 0.0, 0.0, 1)
     with pytest.raises(PeerError, match="3 bytes"):
         opinion.heard(first, ModelSketch(request.seed, bytes(3)))
     answers(opinion, sent, 1.0)
