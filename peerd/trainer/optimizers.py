@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.optim import SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.trainer.figures import one_number
@@ -15,9 +15,12 @@ from peerd.trainer.figures import one_number
 WRAPPERS_MAX = 8  # one around the other; none is deeper that does not contain itself
 KEEP_NOTHING = {"LightningOptimizer", "_FabricOptimizer", "AcceleratedOptimizer"}
 """Wrappers that are optimizers of torch's by their classes: what they load, the one within does not know."""
-BEGIN_AT_ZERO: set[type[Optimizer]] = {Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop}
-"""Whose first step finds zeros, and ones in what is multiplied up."""
-PRODUCTS = {"mu_product"}
+CAPTURABLE: set[type[Optimizer]] = {ASGD, Adadelta, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop}
+"""Torch's that can step in a CUDA graph. The first step finds zeros, but for what follows."""
+NOT_ASKED: set[type[Optimizer]] = {SGD, getattr(torch.optim, "Muon", SGD)}
+"""Those that can without being told `capturable`."""
+ONES = {"mu", "mu_product"}
+RATES = {"eta", "step_size"}  # the learning rate as it is then
 
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -70,6 +73,7 @@ def kind(optimizer: Any) -> str:
     return "+".join(map(kind, optimizer.parts)) if isinstance(optimizer, Several) else type(optimizer).__name__
 
 
+@torch.no_grad()
 def forget(optimizer: Any) -> None:
     """Let its state go, as if it had not stepped yet; one that has no such thing keeps what it has."""
     for part in optimizer.parts if isinstance(optimizer, Several) else ():
@@ -78,20 +82,23 @@ def forget(optimizer: Any) -> None:
         return
     if _may_be_in_graph(optimizer, state):
         # a CUDA graph that steps has their addresses: let go, they would be other tensors', and it would write there
-        for entries in state.values():
+        rates = {parameter: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter, entries in state.items():
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
-                    # as the first step would begin; another object, by which quasi_global.py sees that it does
-                    entries[key] = value.fill_(1.0 if key in PRODUCTS else 0.0).detach()
+                    begins = rates.get(parameter, 0.0) if key in RATES else float(key in ONES)
+                    (torch.view_as_real(value) if value.is_complex() else value).fill_(begins)
+                    # another object, by which quasi_global.py sees that it begins anew
+                    entries[key] = value.detach()
         return
     state.clear()
 
 
 def _may_be_in_graph(optimizer: Any, state: Mapping[Any, Any]) -> bool:
-    """Whether torch lets a CUDA graph step it: those that are said to be capturable, and SGD, which is not asked."""
-    if type(optimizer) is SGD:
+    """Whether torch lets a CUDA graph step it: those that are said to be capturable, and who is not asked."""
+    if type(optimizer) in NOT_ASKED:
         return any(isinstance(one, torch.Tensor) and one.is_cuda for each in state.values() for one in each.values())
-    return type(optimizer) in BEGIN_AT_ZERO and any(group["capturable"] for group in optimizer.param_groups)
+    return type(optimizer) in CAPTURABLE and any(group["capturable"] for group in optimizer.param_groups)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from peerd.trainer import swarm as swarm_module
 from peerd.trainer.figures import FromGpus
 from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
 from peerd.trainer.kept import Kept
-from peerd.trainer.optimizers import forget, learning_rates
+from peerd.trainer.optimizers import NOT_ASKED, forget, learning_rates
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.quasi_global import QuasiGlobalMomentum
 
@@ -233,11 +233,12 @@ def test_a_rate_on_the_device_is_waited_for_when_it_has_changed() -> None:
         assert learning_rates(optimizer) == [0.25]
 
 
-def test_the_momentum_of_sgd_is_forgotten_where_it_is() -> None:
+@pytest.mark.parametrize("kind_of", sorted(NOT_ASKED, key=str))
+def test_a_momentum_is_forgotten_where_it_is(kind_of: Any) -> None:
     """SGD is not asked whether it is capturable: a CUDA graph of any may have its addresses."""
     with late_cuda(1):
-        held = list(moved(nn.Linear(3, 1)).parameters())
-        optimizer = torch.optim.SGD(held, momentum=0.9)
+        held = list(moved(nn.Linear(3, 1, bias=False)).parameters())
+        optimizer = kind_of(held, momentum=0.9)
         buffers = [Late(torch.full(parameter.shape, torch.nan)) for parameter in held]
         optimizer.state.update(
             {parameter: {"momentum_buffer": buffer} for parameter, buffer in zip(held, buffers, strict=True)}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerd.trainer.optimizers import BEGIN_AT_ZERO, Several, as_one, forget, kind, learning_rates, load
+from peerd.trainer.optimizers import CAPTURABLE, Several, as_one, forget, kind, learning_rates, load
 
 
 def parameters(count: int) -> list[torch.nn.Parameter]:
@@ -132,7 +132,7 @@ def grads(held: list[torch.nn.Parameter], value: float) -> None:
         parameter.grad = torch.full((2,), value)
 
 
-@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=str))
+@pytest.mark.parametrize("kind_of", sorted(CAPTURABLE, key=str))
 def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: Any) -> None:
     """Its replays go on with that memory, which would be others' by then."""
     one, other = parameters(2)
@@ -149,10 +149,10 @@ def test_a_state_that_a_cuda_graph_may_have_is_forgotten_where_it_is(kind_of: An
     assert plain[other]["step"] == 3.0
 
 
-@pytest.mark.parametrize("kind_of", sorted(BEGIN_AT_ZERO, key=str))
+@pytest.mark.parametrize("kind_of", sorted(CAPTURABLE, key=str))
 def test_where_it_is_forgotten_it_is_as_the_first_step_finds_it(kind_of: Any) -> None:
     """But for what says that it may be in a graph, which torch has on no processor."""
-    ends = []
+    ends: list[list[torch.Tensor]] = []
     for may_be in (True, False):
         held = parameters(3)
         optimizer = kind_of(held, lr=0.1)
@@ -162,15 +162,18 @@ def test_where_it_is_forgotten_it_is_as_the_first_step_finds_it(kind_of: Any) ->
         with torch.no_grad():
             for number, parameter in enumerate(held):
                 parameter.fill_(float(number))
-        optimizer.param_groups[0]["capturable"] = may_be
+        optimizer.param_groups[0] |= {"capturable": may_be, "lr": 0.05}
         forget(optimizer)
         assert bool(optimizer.state) == may_be
+        ends.append([])
         optimizer.param_groups[0]["capturable"] = False
         for value in (1.0, -2.0):
             grads(held, value)
             optimizer.step()
-        ends.append(torch.stack([parameter.detach() for parameter in held]))
-    assert torch.equal(*ends)
+            states = [optimizer.state[parameter] for parameter in held]
+            now = [state[key].reshape(-1) for state in states for key in sorted(state)]
+            ends[-1] += [torch.cat([parameter.detach(), *now]) for parameter in held]
+    assert all(map(torch.equal, *ends))
 
 
 def test_what_is_loaded_goes_where_it_was() -> None:
