@@ -35,7 +35,7 @@ from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Optimizers, as_one
 from peerd.trainer.ranks import RankCommand, Ranks, are_several, is_first, of_this_job
 from peerd.trainer.say import say
-from peerd.trainer.session import Past, Refused, Session
+from peerd.trainer.session import STILL_STEPS, Past, Refused, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
 from peerd.training.model.over import is_over, number_of
@@ -251,6 +251,11 @@ class Swarm:
             raise SystemExit("peerd: the process group was made after peerd.attach: make it before, on all ranks")
         session = self._session
         self._daemon_outlives(session.refuse_graph)
+        if self._momentum is not None and self._momentum.after_step() == STILL_STEPS:
+            say(
+                f"quasi_global_momentum does nothing: it has seen the optimizer make none of {STILL_STEPS} steps. In a "
+                "CUDA graph that was captured before peerd.attach it sees none: step outside of one, or leave it out"
+            )
         given = metrics if loss is None else {"loss": loss, **metrics}
         figures = self._clean(self._on_gpus.exchange(given), samples)
         if self._daemon_outlives(lambda: session.on_step(step, figures)):

@@ -55,10 +55,14 @@ class QuasiGlobalMomentum:
             _require_momentum(part)
         self._kept: MutableMapping[torch.Tensor, _Kept] = WeakTensorKeyDictionary()
         self._lr_max = 0.0
+        self._rates: list[float] = []  # of the groups in this step: on a GPU each look at one waits
+        self.idle = 0
+        """Steps that the script has counted since the optimizer made one that was seen here."""
         self.begin()
 
     def begin(self) -> None:
         """Again, after `remove`."""
+        self.idle = 0
         self._hooks = [
             hook
             for part in self._parts
@@ -76,6 +80,11 @@ class QuasiGlobalMomentum:
         self._kept.clear()
         return kept
 
+    def after_step(self) -> int:
+        """The script counts one; returns `idle`."""
+        self.idle += 1
+        return self.idle
+
     @torch.no_grad()
     def _before_step(self, optimizer: SGD, _: object, __: object) -> None:
         """Raises RuntimeError: the step goes into a CUDA graph, whose replays call nothing of this."""
@@ -84,8 +93,10 @@ class QuasiGlobalMomentum:
                 "quasi_global_momentum: this step goes into a CUDA graph, whose replays would not begin anew after a "
                 "rollback: step outside of it, or leave quasi_global_momentum out"
             )
-        for group in optimizer.param_groups:
-            lr, beta = float(group["lr"]), float(group["momentum"])
+        self.idle = 0
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        for group, lr in zip(optimizer.param_groups, self._rates, strict=True):
+            beta = float(group["momentum"])
             self._lr_max = max(self._lr_max, lr)
             going: dict[torch.Tensor, _Kept] = {}
             for parameter in group["params"]:
@@ -128,8 +139,8 @@ class QuasiGlobalMomentum:
 
     @torch.no_grad()
     def _after_step(self, optimizer: SGD, _: object, __: object) -> None:
-        for group in optimizer.param_groups:
-            lr, beta = float(group["lr"]), float(group["momentum"])
+        for group, lr in zip(optimizer.param_groups, self._rates, strict=False):
+            beta = float(group["momentum"])
             stepped: dict[torch.Tensor, _Kept] = {}
             for parameter in group["params"]:
                 buffer = _buffer_of(optimizer, parameter)

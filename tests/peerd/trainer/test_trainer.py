@@ -32,6 +32,7 @@ from peerd.local.shared_memory import SharedMemory
 from peerd.protocol.trainer import BarrierHeard, BarrierIs, Stepped, encoded
 from peerd.protocol.trainer_client import TrainerClient
 from peerd.trainer import checkpoint, session
+from peerd.trainer import swarm as swarm_module
 from peerd.training.effects import StepReport
 from peerd.training.model.over import OVER, PARTS
 
@@ -527,6 +528,27 @@ def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) ->
     moved = [b - a for a, b in zip(with_it[first], with_it[then], strict=True)]
     usual = [b - a for a, b in zip(without[first], without[then], strict=True)]
     assert moved == pytest.approx(usual)
+
+
+def test_quasi_global_momentum_that_sees_no_step_says_so_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a CUDA graph that was captured before: its replays call no hooks."""
+    monkeypatch.setattr(swarm_module, "STILL_STEPS", 5)
+    told = []
+
+    def script() -> None:
+        model, optimizer = linear()
+        with peerd.attach(model, optimizer, quasi_global_momentum=True) as swarm:
+            for replays in (4, 4, 11):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                for _ in range(replays):
+                    swarm.step()
+                told.append(capsys.readouterr().err.count("quasi_global_momentum does nothing"))
+
+    with_daemon(path, script)
+    assert told == [0, 0, 1]
 
 
 def test_a_checkpoint_of_a_training_that_was_broken_off_is_written_to_its_end(

@@ -10,7 +10,7 @@ import torch
 from flat_values import values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_cuda import CUDA, OTHER, Stream, late_cuda, moved
+from late_cuda import CUDA, OTHER, Late, Stream, late_cuda, moved
 from on_device import Array, Node, Passes, made
 from torch import nn
 
@@ -128,6 +128,19 @@ def test_quasi_global_momentum(seed: int, eagerness: float, corrections: list[fl
     with late_cuda(seed, eagerness):
         far = with_quasi_global_momentum(moved(made("float32")), corrections)
     assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
+
+
+def test_quasi_global_momentum_waits_once_for_a_rate_that_is_a_tensor() -> None:
+    with late_cuda(0) as gpu:
+        model = moved(made("float32"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        momentum = QuasiGlobalMomentum(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.full(parameter.shape, 1.0, device=parameter.device)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = Late(torch.tensor(0.1))
+        hooks = momentum._before_step, momentum._after_step
+        assert sum(gpu.waits_of(hook, optimizer, None, None) for hook in hooks) == 1
 
 
 def test_quasi_global_momentum_goes_into_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
