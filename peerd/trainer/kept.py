@@ -12,6 +12,7 @@ import json
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -183,7 +184,7 @@ def _packed(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if kind is list:
         return [_packed(each, f"{where}.{at}", tensors) for at, each in enumerate(value)]
     if isinstance(value, torch.Tensor):
-        return {"tensor": _named(_plain(value, where), where, tensors)}
+        return {"tensor": [_named(_plain(value, where), where, tensors), value.device.type]}
     if isinstance(value, np.ndarray | np.generic) and _is_told(value):
         values = torch.from_numpy(np.frombuffer(value.tobytes(), np.uint8).copy())
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
@@ -214,7 +215,8 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     ((kind, inside),) = tree.items()
     match kind:
         case "tensor":
-            return tensors[inside].clone()  # which else holds the file, deleted since, for as long as the script has it
+            name, device = [inside, "cpu"] if isinstance(inside, str) else inside  # earlier versions told no device
+            return _copied_to(device, tensors[name])
         case "array":
             dtype, shape, name = inside
             array = np.ndarray(shape or (), np.dtype(dtype), tensors[name].numpy().tobytes()).copy()
@@ -231,8 +233,15 @@ def _made_again(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return _MAPS[kind](dict(_made_again(inside, tensors)))
 
 
+def _copied_to(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself would hold the file, deleted since, for as long as the script has it."""
+    with suppress(Exception):  # there is no such device here, or it has no room
+        return tensor.to(torch.device(device), copy=True)
+    return tensor.clone()
+
+
 def _on_devices_of(now: Any, state: Any) -> Any:
-    """`state`, fresh from the host's memory, each tensor where the one is that has its place `now`.
+    """`state`, each tensor where the one is that has its place `now`, or where it was when there is none.
 
     As torch.load gives them back: who takes them as they are goes on with them on the GPU.
     """

@@ -18,6 +18,7 @@ from test_trainer import path, with_daemon
 from torch import nn
 
 import peerd
+from peerd.trainer import kept as kept_module
 from peerd.trainer import swarm as swarm_module
 from peerd.trainer.figures import FromGpus
 from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
@@ -274,6 +275,8 @@ def test_what_is_kept_comes_back_to_the_device() -> None:
     kept = Kept({"own": own, "table": table})
     fill(torch.device("cpu"), 5.0)
     plain, tensors = kept.capture()
+    assert plain["table"]["dict"][0][1]["dict"][0][1] == {"tensor": ["kept.table.ema.w", "cpu"]}
+    plain["table"]["dict"][0][1]["dict"][0][1] = {"tensor": "kept.table.ema.w"}  # as earlier versions have it
     with late_cuda(1):
         fill(CUDA, 0.0)
         kept.restore(plain, tensors, 7)
@@ -281,6 +284,26 @@ def test_what_is_kept_comes_back_to_the_device() -> None:
         assert [one.device for one in [*found, own.state["rng"]]] == [CUDA, CUDA, CUDA, torch.device("cpu")]
         assert [one.cpu().tolist() for one in found] == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
         assert own.state["both"][1] == 3
+
+
+def test_what_is_kept_and_made_only_later_comes_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As averages that a script makes at its first step, and finds then."""
+    monkeypatch.setattr(kept_module, "_plain", lambda tensor, _: tensor)  # the device's are of a class, in one process
+    table: dict[str, Any] = {}
+    kept = Kept({"table": table})
+    with late_cuda(1):
+        table |= {"ema": torch.full((2,), 5.0, device=CUDA), "rng": torch.full((3,), 1, device="cpu")}
+        plain, captured = kept.capture()
+        tensors = {name: tensor.cpu() for name, tensor in captured.items()}
+        table.clear()
+        kept.restore(plain, tensors, 7)
+        assert [table["ema"].device, table["rng"].device] == [CUDA, torch.device("cpu")]
+        assert table["ema"].cpu().tolist() == [5.0, 5.0]
+    table.clear()
+    kept.restore(plain, tensors, 7)
+    assert table["ema"].device.type == "cpu", "there is no GPU any more"
+    assert table["ema"] is not tensors["kept.table.ema"]
+    assert table["ema"].tolist() == [5.0, 5.0]
 
 
 def test_a_backward_pass_of_a_cuda_graph_exchanges_no_gradients() -> None:
