@@ -111,11 +111,11 @@ def are_several() -> bool:
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where the default group takes this model's tensors: NCCL a GPU's, gloo those in host memory."""
-    backends = distributed.get_backend_config()  # as "cpu:gloo,cuda:nccl"
-    if "cuda:nccl" not in backends:
-        return torch.device("cpu")
+    backends = dict(pair.split(":") for pair in distributed.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
+    own = {kind for kind, backend in backends.items() if kind != "cpu" and backend != backends.get("cpu")}
     # the one that it is on, whatever the process's current one is
-    on_gpus = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"]
-    if not on_gpus and "cpu:" not in backends:
-        return torch.device("cuda", torch.cuda.current_device())
-    return on_gpus[0] if on_gpus else torch.device("cpu")
+    on_devices = [parameter.device for parameter in model.parameters() if parameter.device.type in own]
+    if on_devices or not own or "cpu" in backends:
+        return on_devices[0] if on_devices else torch.device("cpu")
+    kind = min(own)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
