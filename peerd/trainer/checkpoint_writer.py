@@ -63,6 +63,8 @@ class CheckpointWriter:
         self._cost_s = 0.0
         self.failed: str | None = None  # why the last one was not written
         self._rest: Rest | None = rest  # until it is written, or never can be
+        with suppress(Exception):  # of no room in host memory: the thread will say it
+            rest.fetch(folder)
         self._start(self._keep_rest)
 
     def due(self, now: float) -> bool:

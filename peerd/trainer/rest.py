@@ -84,7 +84,7 @@ class Rest:
     """What is to be written of one model."""
 
     def __init__(self, model: nn.Module, pieces: Iterable[Piece], signature: str) -> None:
-        """Buffers are copied now, frozen parameters are read when it is written."""
+        """Buffers are copied now, frozen parameters are read when it is written, or fetched."""
         shared = {id(piece.held): piece.name for piece in pieces}
         parameters = {id(p) for p in model.parameters()}
         buffers = {id(b) for b in model.buffers()}
@@ -106,6 +106,14 @@ class Rest:
                     self._tensors[name] = value.detach().clone() if id(value) in buffers else value.detach()
             self._sources[name] = (*source, str(value.dtype).removeprefix("torch."))
         wait_for(value.device for value in self._tensors.values())  # another thread reads them, by a stream of its own
+
+    def fetch(self, folder: Path) -> None:
+        """Take from a GPU what is to be written there, in the script's thread.
+
+        While it captures a CUDA graph no other may copy, or the capture fails (cudaStreamCaptureModeGlobal).
+        """
+        if not _is_whole(_path(folder, self._signature), self._signature):
+            self._tensors = {name: value.cpu() for name, value in self._tensors.items()}
 
     def write(self, folder: Path) -> None:
         """Unless it is there, whole by its length; that of an earlier model goes. Raises OSError."""

@@ -24,6 +24,9 @@ def generation(step: int, stands: bool = False) -> checkpoint.Generation:
 
 
 class NoRest:
+    def fetch(self, folder: Path) -> None:
+        """It is where it should be."""
+
     def write(self, folder: Path) -> None:
         """There is none."""
 
@@ -140,7 +143,7 @@ def test_the_daemon_can_see_one_from_its_copy_to_its_end(monkeypatch: pytest.Mon
         seen.append(is_writing(FOLDER, os.getpid()))
         raise OSError("disk full")
 
-    class SlowRest:
+    class SlowRest(NoRest):
         def write(self, folder: Path) -> None:
             deadline = time.monotonic() + 30
             while not is_writing(FOLDER, os.getpid()) and time.monotonic() < deadline:

@@ -24,6 +24,7 @@ from peerd.trainer.figures import FromGpus
 from peerd.trainer.inputs import KEPT, STEPS, _digest_of, _kept
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import NOT_ASKED, forget, learning_rates
+from peerd.trainer.rest import Rest
 from peerd.trainer.session import Refused, Session
 from peerd.training.model.quasi_global import QuasiGlobalMomentum
 
@@ -284,6 +285,28 @@ def test_what_is_kept_comes_back_to_the_device() -> None:
         assert [one.device for one in [*found, own.state["rng"]]] == [CUDA, CUDA, CUDA, torch.device("cpu")]
         assert [one.cpu().tolist() for one in found] == [[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]
         assert own.state["both"][1] == 3
+
+
+def test_frozen_weights_are_copied_before_attach_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in another thread ends the capture of a CUDA graph; what is on the disk already is not copied."""
+    write, devices = Rest.write, list[list[str]]()
+
+    def noted(rest: Rest, folder: Path) -> None:
+        devices.append([value.device.type for value in rest._tensors.values()])
+        write(rest, folder)
+
+    monkeypatch.setattr(Rest, "write", noted)
+
+    def script() -> None:
+        with late_cuda(1):
+            model = moved(nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)))
+            next(model.parameters()).requires_grad_(False)
+            for _ in range(2):
+                with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=1.0)) as swarm:
+                    swarm.step()
+
+    with_daemon(path, script)
+    assert devices == [["cpu"], ["cuda"]]
 
 
 def test_what_is_kept_and_made_only_later_comes_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
