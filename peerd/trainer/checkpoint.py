@@ -30,12 +30,17 @@ from peerd.local.durable import flush, write
 from peerd.local.generations import generations, step_of
 from peerd.trainer import groups, states
 from peerd.trainer.kept import NOTHING, Kept
-from peerd.trainer.optimizers import kind, load
+from peerd.trainer.optimizers import kind, load, states_max
 from peerd.training.model.shards import taken_apart, whole
 
 KEEP_GENERATIONS = 2
 MANIFEST_BYTES_MAX = 64 << 20  # it names every tensor, as an attach does
 EXTRA_BYTES_MAX = 1 << 20  # of a module's extra state as JSON: a manifest over its limit would be read by nobody
+HEADER_BYTES_MAX = 100_000_000  # as safetensors has it
+ENTRY_BYTES = 56  # of a tensor there, beside its name, shape and offsets
+VALUE_BYTES_MAX = 16
+REST_BYTES = 1 << 10  # a manifest's step, signature and sums
+LONGEST_KEY = "momentum_buffer"  # of torch's optimizers
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
 _TENSORS = "model.safetensors"
 _MANIFEST = "manifest.json"
@@ -85,6 +90,11 @@ def capture(
     extra = {name: value for name, value in of_model.items() if name not in tensors and _is_exact(value)}
     if of_optimizer is None:
         return Generation(step, signature, tensors, None, extra, plain_kept)
+    plain = _plain_of(model, optimizer, of_optimizer)
+    return Generation(step, signature, tensors, plain if _is_plain(plain) else None, extra, plain_kept)
+
+
+def _plain_of(model: nn.Module, optimizer: torch.optim.Optimizer, of_optimizer: dict[str, Any]) -> dict[str, Any]:
     settings = [{**groups.plain(group), "params": group["params"]} for group in of_optimizer["param_groups"]]
     plain: dict[str, Any] = {
         "class": kind(optimizer), "param_groups": settings, "made": groups.made(optimizer), "state": {},
@@ -94,7 +104,7 @@ def capture(
         plain["state"][str(index)] = {
             key: value for key, value in entries.items() if not isinstance(value, torch.Tensor)
         }
-    return Generation(step, signature, tensors, plain if _is_plain(plain) else None, extra, plain_kept)
+    return plain
 
 
 def help_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -113,6 +123,44 @@ def not_kept(model: nn.Module) -> list[str]:
                 key = f"{name}.{EXTRA_STATE}".removeprefix(".")
                 lines.append(f"{key} is no plain data ({type(value).__name__}): checkpoints are written without it")
     return lines
+
+
+def too_long(model: nn.Module, optimizer: torch.optim.Optimizer, kept: Kept = NOTHING) -> str:
+    """A line if it may be that no checkpoint can be written, as its files would be too long with names; else "".
+
+    No less is counted than torch's optimizers write, once each parameter has its state.
+    """
+    of_model, of_optimizer = _of_model(model, ()), _state_of(optimizer)
+    plain_kept, tensors_kept = kept.capture()
+    shapes = [(name, value.shape) for name, value in chain(_tensors(of_model, None), tensors_kept.items())]
+    extra = {name: value for name, value in of_model.items() if _is_exact(value)}
+    manifest = len(json.dumps([plain_kept, extra]))
+    if of_optimizer is not None:
+        shapes += _to_come(optimizer, of_optimizer["state"])
+        plain = _plain_of(model, optimizer, of_optimizer)
+        manifest += len(json.dumps(plain)) if _is_plain(plain) else 0
+        manifest += sum(len(f'"{index}": {{}}, ') for index in range(len(plain["names"])))
+    offsets = 2 * len(str(sum(VALUE_BYTES_MAX * shape.numel() for _, shape in shapes)))
+    header = sum(len(json.dumps(name)) + len(str(list(shape))) + offsets + ENTRY_BYTES for name, shape in shapes)
+    for what, found, most in ((_TENSORS, header, HEADER_BYTES_MAX), (_MANIFEST, manifest, MANIFEST_BYTES_MAX)):
+        if found + REST_BYTES > most:
+            return (
+                f"checkpoints may fail: {what} would tell of up to {len(shapes):,} tensors, the optimizer's among them,"
+                f" in {found / 1e6:.0f} MB, and {most / 1e6:.0f} is the most; join small parameters into larger ones"
+            )
+    return ""
+
+
+def _to_come(optimizer: Any, state: dict[int, Any]) -> Iterator[tuple[str, torch.Size]]:
+    """Names and shapes of its state's tensors, once it has made all of them; no shorter than they are."""
+    index = 0
+    for part in getattr(optimizer, "parts", [optimizer]):
+        for group in part.param_groups:
+            for parameter in group.get("params", ()):
+                held = [key for key, value in state.get(index, {}).items() if isinstance(value, torch.Tensor)]
+                for key in [*held, *[LONGEST_KEY] * (states_max(part, group) - len(held))]:
+                    yield f"optimizer.{index}.{key}", parameter.shape
+                index += 1
 
 
 def _of_model(model: nn.Module, left_out: Collection[str]) -> dict[str, Any]:

@@ -73,6 +73,13 @@ def kind(optimizer: Any) -> str:
     return "+".join(map(kind, optimizer.parts)) if isinstance(optimizer, Several) else type(optimizer).__name__
 
 
+def states_max(optimizer: Any, group: Mapping[str, Any]) -> int:
+    """How many tensors it may keep of a parameter of this group; of torch's none keeps more than is said here."""
+    if type(optimizer) is SGD:
+        return 1 if group["momentum"] else 0
+    return 3 if type(optimizer) in (Adam, AdamW) and not group["amsgrad"] else 4
+
+
 @torch.no_grad()
 def forget(optimizer: Any) -> None:
     """Let its state go, as if it had not stepped yet; one that has no such thing keeps what it has."""

@@ -121,6 +121,9 @@ def _come(
             say("the daemon went away; training alone")
         for line in checkpoint.not_kept(model) if session is not None else ():
             say(line)
+        with suppress(Exception):  # of the script's own classes: the first checkpoint will say it
+            if session is not None and (line := checkpoint.too_long(model, optimizer, kept)):
+                say(line)
         if ranks is not None:
             ranks.say(
                 RankCommand.GO_ON if session is not None else RankCommand.ALONE,

@@ -31,9 +31,10 @@ from peerd.trainer.checkpoint import (
     put_later_aside,
     restore,
     save,
+    too_long,
 )
 from peerd.trainer.kept import Kept
-from peerd.trainer.optimizers import Several, as_one
+from peerd.trainer.optimizers import CAPTURABLE, Several, as_one
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "plain sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -812,6 +813,38 @@ def test_a_manifest_that_nobody_would_read_is_not_written(tmp_path: Path, monkey
             save(tmp_path, generation(2))
     assert names(tmp_path) == ["step-00000001"]
     assert value_of(newest(tmp_path, "signature", silent)) == 1
+
+
+WITH_STATES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = OPTIMIZERS | {
+    kind.__name__: lambda model, kind=kind: kind(model.parameters(), lr=0.01)
+    for kind in (*sorted(CAPTURABLE, key=str), torch.optim.Adagrad, torch.optim.Adafactor)
+}
+
+
+@pytest.mark.parametrize("of", WITH_STATES)
+def test_files_that_would_be_too_long_are_told_before_there_is_a_state(
+    of: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(Net() for _ in range(30)))
+        return model, WITH_STATES[of](model)
+
+    (model, optimizer), new = made(), made()
+    for layer in model:  # type: ignore[attr-defined]
+        layer(torch.ones(8, 3)).float().square().mean().backward()
+    for part in getattr(optimizer, "parts", [optimizer]):
+        part.step()
+    folder = save(tmp_path, capture(model, optimizer, 1, "signature"))
+    header = int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+    manifest = (folder / "manifest.json").stat().st_size
+    assert too_long(*new) == ""
+    for limit, size, what in (("HEADER", header, "model.safetensors"), ("MANIFEST", manifest, "manifest.json")):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, f"{limit}_BYTES_MAX", size - 1)
+            assert too_long(*new).startswith(f"checkpoints may fail: {what} would tell of up to ")
+            assert too_long(model, optimizer), "with its state"
+            patch.setattr(checkpoint, f"{limit}_BYTES_MAX", 3 * size + checkpoint.REST_BYTES)
+            assert too_long(*new) == ""
 
 
 def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:

@@ -530,6 +530,20 @@ def test_quasi_global_momentum_is_for_as_long_as_there_is_a_swarm(path: Path) ->
     assert moved == pytest.approx(usual)
 
 
+def test_checkpoints_that_cannot_be_written_are_told_at_attach(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkpoint, "HEADER_BYTES_MAX", 1000)
+    told = []
+
+    def script() -> None:
+        with peerd.attach(*linear()):
+            told.append(capsys.readouterr().err.count("peerd: checkpoints may fail: "))
+
+    with_daemon(path, script)
+    assert told == [1]
+
+
 def test_quasi_global_momentum_that_sees_no_step_says_so_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
