@@ -12,7 +12,7 @@ import trio
 from peerd.daemon.peers import Peers
 from peerd.membership.roster import name_of
 from peerd.node.acquaintances import Acquaintances
-from peerd.node.donors import ASK_SOON_S, DonorChoice
+from peerd.node.donors import DonorChoice
 from peerd.node.meta import FetchFrom, NodeMeta, OwnModel, WaitFor, donors, partners, whose_model
 from peerd.node.second_opinion import OWN, SecondOpinion
 from peerd.process.logs import LOGGER
@@ -222,10 +222,9 @@ class CatchUp:
 
     async def _judge(self, donor: NodeId, layout: Layout, values: Vector, seed: bytes) -> None:
         """Raises PeerError: it is not the swarm's."""
-        came_at = trio.current_time()
+        came_at = told_at = trio.current_time()
         while self._opinion.waits(donor, came_at, trio.current_time(), layout.total):
-            with trio.move_on_after(ASK_SOON_S):
-                await self._news.wait()
+            told_at = await self._wait(f"until others have looked at the model from {self._name_of(donor)}", told_at)
         offered = await in_thread(partial(sketch, values, layout, seed))
         if not self._opinion.accepts(donor, offered):
             raise PeerError("it is far from those of most others")

@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from peerd.daemon.catch_up import WAIT_TOLD_EVERY_S, CatchUp
+from peerd.node import second_opinion
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.donors import ASK_AGAIN_S, ASK_SOON_S, ASKS_MAX, SLOWEST_DONOR
 from peerd.node.meta import NodeMeta
@@ -366,6 +367,21 @@ async def test_who_says_nothing_of_its_model_is_waited_for_until_others_can_be_c
         why = f"is taken without a second opinion: of 3 members that were asked about it {3 - silent} answered"
         alone = [f"the model from node-{there.asked[0]} {why}"] if silent > 1 else []
         assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == alone
+
+
+async def test_who_waits_for_others_to_look_at_a_large_model_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_opinion, "SKETCH_S", 7.0)
+    caplog.set_level(logging.INFO)
+    async with swarm() as there:
+        shows(there, dict.fromkeys("abc", MODEL))
+        there.on_sketch_asked = lambda peer, seed: None
+        before = trio.current_time()
+        assert await there.fetched()
+        assert 35.0 <= trio.current_time() - before <= 37.0
+        line = f"the trainer waits: until others have looked at the model from node-{there.asked[0]}"
+        assert [record.message for record in caplog.records].count(line) == 3
 
 
 @pytest.mark.parametrize("promise", [None, b"another"])
