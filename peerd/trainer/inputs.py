@@ -49,15 +49,15 @@ class Inputs:
         self._root_called = False
         self._heard: list[tuple[nn.Module, dict[str, Any]]] = []  # each with its own dicts of hooks
         self._failed = False
-        roots = [*model.children()] if isinstance(model, Together) else [model]
-        self._unheard = set(roots)  # of a generator alone the inputs may be noise, the same on all nodes
+        self._roots = [*model.children()] if isinstance(model, Together) else [model]
+        self._unheard = set(self._roots)  # of a generator alone the inputs may be noise, the same on all nodes
         self._hears_parts = True
-        for root in roots:  # before parts, of which one may be a model, too
-            self._hook(root, is_root=True)
-        for root in roots:
+        for root in self._roots:  # before parts, of which one may be a model, too
+            self._hook(root, root)
+        for root in self._roots:
             if wraps_as(root) is None:  # else what is inside is called by it alone
                 for child in root.children():  # Lightning's modules are often called in parts
-                    self._hears_parts &= self._hook(child, is_root=False)
+                    self._hears_parts &= self._hook(child, root)
 
     def after_step(self) -> bytes | None:
         """The digest, once; the hooks are gone then, or as soon as there will be none."""
@@ -72,7 +72,7 @@ class Inputs:
             return None
         self.remove()
         steps, self._steps, self._now = self._steps, [], []
-        hears_all = not self._unheard if self._root_called else self._hears_parts
+        hears_all = not self._unheard and (self._root_called or self._hears_parts)
         return _digest_of(steps) if done and hears_all and not self._failed else None
 
     def remove(self) -> None:
@@ -82,17 +82,17 @@ class Inputs:
                 module.__dict__.update(own)
         self._heard = []
 
-    def _hook(self, module: nn.Module, *, is_root: bool) -> bool:
-        """Whether that can be."""
+    def _hook(self, module: nn.Module, root: nn.Module) -> bool:
+        """Hear a model, or a part of it; returns whether that can be."""
         if isinstance(module, torch.jit.ScriptModule):
             return False
         own = {name: module.__dict__[name] for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")}
         if any(own.values()):
             return False  # who added them takes them out of these dicts
 
-        # of a call in another thread, while it is taken away, the named ones may be left out
+        # `named` is missing where another thread calls the model while this is being taken away
         def hook(_: nn.Module, arguments: object, named: object = None) -> None:
-            self._called(module, (arguments, named), is_root=is_root)
+            self._called(root, (arguments, named), is_root=module is root)
 
         # else it would be compiled beside the model, and hear what a compiler calls
         hidden = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -100,15 +100,16 @@ class Inputs:
         self._heard.append((module, own))
         return True
 
-    def _called(self, module: nn.Module, given: object, *, is_root: bool) -> None:
+    def _called(self, root: nn.Module, given: object, *, is_root: bool) -> None:
         """The model, or where it is called in parts a part, is about to be given this."""
         if self._failed or not self._heard or not torch.is_grad_enabled():
             return
-        if is_root and not self._root_called:
-            self._root_called, self._steps, self._now = True, [], []
+        if is_root and not self._root_called:  # what was heard of parts was not all of it
+            self._root_called = True
+            self._steps, self._now, self._unheard = [], [], set(self._roots)
         if is_root != self._root_called:
             return
-        self._unheard.discard(module)
+        self._unheard.discard(root)
         try:
             if torch._C._get_tracing_state() or torch._C._len_torch_dispatch_stack():
                 return  # who records or counts operations wants the model's alone

@@ -159,11 +159,35 @@ def test_of_several_models_each_counts() -> None:
     assert told(both, steps(1)) == told(both, steps(1)) != told(both, steps(2))
 
 
+def test_of_several_models_in_parts_each_counts() -> None:
+    g, d = TwoParts(), TwoParts()
+
+    def steps(seed: int) -> Callable[[int], None]:
+        noise, data = drawn(0), drawn(seed)
+
+        def step(number: int) -> None:
+            g.body(noise(number))
+            d.body(data(number))
+
+        return step
+
+    both = one_model([g, d])
+    first = told(both, steps(1))
+    assert first is not None
+    assert first == told(both, steps(1)) != told(both, steps(2))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("how", ["scripted", "in parts", "compiled within a step"])
-def test_of_several_models_one_that_is_not_heard_has_all_tell_nothing(how: str) -> None:
-    """The others' inputs may be noise of one seed."""
-    g = nn.Linear(4, 4)
+@pytest.mark.parametrize(
+    ("how", "whole"),
+    [
+        ("scripted", True), ("scripted", False), ("in parts", True), ("compiled within a step", True),
+        ("compiled within a step", False),
+    ],
+)  # fmt: skip
+def test_of_several_models_one_that_is_not_heard_has_all_tell_nothing(how: str, whole: bool) -> None:
+    """The other's inputs may be noise of one seed, be it called as a `whole` or in parts."""
+    g = TwoParts()
     d: Any = torch.jit.script(TwoParts()) if how == "scripted" else TwoParts()
     run = d
     if how == "in parts":
@@ -174,7 +198,10 @@ def test_of_several_models_one_that_is_not_heard_has_all_tell_nothing(how: str) 
 
     def step(number: int) -> None:
         run(data(number))
-        g(noise(number))
+        if whole:
+            g(noise(number))
+        else:
+            g.head(g.body(noise(number)))
 
     assert told(one_model([g, d]), step) is None
 
