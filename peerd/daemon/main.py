@@ -369,7 +369,7 @@ async def _watch_signals(
 
 
 def _of_another(command: list[str]) -> list[str]:
-    """What another node runs: with the same --rank, a task's default too, it would make the same batches once more."""
+    """The command for another node: with this one's --rank, or a task's default, it would draw the same batches."""
     words = [
         RANK if before == "--rank" else f"--rank={RANK}" if word.startswith("--rank=") else word
         for before, word in pairwise(["", *command])

@@ -165,7 +165,8 @@ class TrainerService:
         if self.mode is not None:
             self._runner.on_partners(self._partners(known, self._runner.core.plan, type(self.mode)))
         said = partners_said(known, self._me, self.signature)
-        # a dead one may be back under another name, or another id: without its folder this node itself, in a container
+        # who is not alive may be back by now under another name; and one of our name is this node's former life, whose
+        # id was lost with its folder, as in a container
         own = self._settings.name
         alive = {id: meta for id, meta in said.items() if known[id].state == State.ALIVE and known[id].name != own}
         for id in self._same_batches.heard(self.meta, alive):

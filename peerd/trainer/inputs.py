@@ -125,10 +125,10 @@ class Inputs:
 
 
 class _Hidden(OrderedDict[int, Any]):
-    """A module's hooks, of which it has none: but its own call is told of one.
+    """An empty dict of hooks, but for a module's own call: what that asks (bool, `items`, `in`) tells of one hook.
 
-    TorchScript, CUDA's graphs and a Transformer's fast path do not take a module that has hooks, and copies of it, also
-    those in files, would keep them. Where the script adds one of its own, this one is gone.
+    TorchScript, CUDA's graphs and a Transformer's fast path, which ask for its length or values, refuse a module that
+    has hooks. Copies, also those in files, would keep them. A hook that the script adds takes the place of this one.
     """
 
     def __init__(self, hook: Callable[..., None] | None = None) -> None:

@@ -241,9 +241,9 @@ def _copied_to(device: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_devices_of(now: Any, state: Any) -> Any:
-    """`state`, each tensor where the one is that has its place `now`, or where it was when there is none.
+    """`state`, with each tensor on the device of the one in its place `now`; where there is none it stays.
 
-    As torch.load gives them back: who takes them as they are goes on with them on the GPU.
+    As torch.load has it: whoever takes them as they are goes on with them on the GPU.
     """
     if isinstance(state, torch.Tensor):
         return state.to(now.device) if isinstance(now, torch.Tensor) and not now.is_meta else state
@@ -252,7 +252,7 @@ def _on_devices_of(now: Any, state: Any) -> Any:
             if key in now:
                 state[key] = _on_devices_of(now[key], state[key])
     elif isinstance(state, list | deque) and type(now) is type(state):
-        for at, (held, each) in enumerate(zip(list(now), list(state), strict=False)):
+        for at, (held, each) in enumerate(zip(now, state, strict=False)):
             state[at] = _on_devices_of(held, each)
     elif type(state) is tuple and isinstance(now, tuple):
         return tuple(map(_on_devices_of, now, state)) if len(now) == len(state) else state

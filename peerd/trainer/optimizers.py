@@ -110,7 +110,10 @@ def _may_be_in_graph(optimizer: Any, state: Mapping[Any, Any]) -> bool:
 
 @torch.no_grad()
 def load(optimizer: Any, whole: dict[str, Any]) -> None:
-    """Load a state into the tensors that it has, for the same reason. Raises what its `load_state_dict` does."""
+    """Load a state into the optimizer's own tensors, where there are some: a CUDA graph may have their addresses.
+
+    Raises what its `load_state_dict` does.
+    """
     before = {
         (place, key): value
         for place, entries in _entries_of(optimizer)

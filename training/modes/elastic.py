@@ -84,8 +84,8 @@ class _Centre(Gossip):
     """C's side: it answers, and flushes in rounds with all workers that have ended.
 
     In a first round C becomes the mean of all; in a second, which leaves C where it is, each worker goes half the way
-    to it; and so on. One worker after the other would need as many rounds as there are workers, and so do rounds of
-    those alone who have answered: who is slow is waited for, until it may never answer.
+    to it; and so on. One worker after the other would need as many rounds as there are workers, and so would rounds of
+    those alone who have answered: so the slow ones are waited for, until it seems that they will never answer.
     """
 
     COMPARES = False

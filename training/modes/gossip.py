@@ -82,6 +82,7 @@ class Gossip(PartneredMode[PairLink]):
     COMPARES = True
     """At a run's end partners say where they are, and exchange where that is far apart."""
     answered_min_s = ANSWERED_MIN_S
+    """For how long, at least, a run's end waits for an answer before it begins the next exchange."""
 
     def __init__(
         self,

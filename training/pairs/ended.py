@@ -65,14 +65,14 @@ class EndedLinks:
     # ---------------------------------------------------------------- links that end
 
     def let_go(self, peer: NodeId, reference: PairedReference) -> None:
-        """This one does: what must outlive it is kept."""
+        """This link ends here: what must outlive it is kept."""
         if (unfinished := reference.end()) is None:
             self.remember(reference.link, reference.version)
         else:
             self.remnants[reference.link] = Remnant(peer, unfinished)
 
     def remember(self, number: int, version: int) -> None:
-        """There is no more to it than that."""
+        """Of this link nothing is kept but its last version."""
         self._versions[number] = version
         if len(self._versions) > ENDED_MAX:
             self._versions.popitem(last=False)
