@@ -56,8 +56,8 @@ def _parsed(command: Any, parse: Any, context: Any, words: list[str]) -> Any:
     twice = [name for name, times in Counter(single[one].name for one in _given(words, single)).items() if times > 1]
     for option in command.params:
         if option.name in twice:
-            several = "several go with commas" if "with commas" in (option.help or "") else "say it once"
-            raise WrongSetting(f"{'/'.join(option.opts)} is there twice, and takes one value: {several}", option.name)
+            several = "put commas between several" if "with commas" in (option.help or "") else "give it once"
+            raise WrongSetting(f"{'/'.join(option.opts)} is given twice, and takes one value: {several}", option.name)
     return parse(context, words)
 
 

@@ -170,7 +170,7 @@ def _print_text(answer: dict[str, Any]) -> None:
     if answer["no_steps"]:
         echo(f"no steps from {', '.join(answer['no_steps'])}: the script hangs, or has died")
     if answer["same_batches"]:
-        echo(f"same batches as {', '.join(answer['same_batches'])}, and no more learnt than by one: the log says more")
+        echo(f"same batches as {', '.join(answer['same_batches'])}: together they learn what one learns; see the log")
     for peer, seconds in answer["refused"].items():
         echo(f"{peer} is refused for {_seconds(seconds)}; peerd forgive ends it")
     sent, received = size(answer["bytes_sent"]), size(answer["bytes_received"])

@@ -64,9 +64,9 @@ from peerd.transport.secure.signing import Signing
 SETTLE_SHARE = 0.1  # of the run's own duration: how long its end waits for members that still train
 SETTLE_MIN_S = 10.0
 SAME_BATCHES = (
-    "%s trains on the same batches as this node: both models began with the same inputs, step by step, so the two "
-    "learn no more than one; have each node's script read its own part of the data, or make its seed of PEERD_NAME "
-    '(README, "Your own training")'
+    "%s trains on the same batches as this node: in their first steps both models were given the same inputs, so the "
+    "two learn no more than one; have each node's script read its own part of the data, or make its seed from "
+    'PEERD_NAME (README, "Your own training")'
 )
 LETS_GO_WITHIN_S = 0.5  # a script may have closed its session just now, and attach anew: it is refused so much later
 

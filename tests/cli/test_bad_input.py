@@ -107,7 +107,7 @@ def test_an_option_of_ours_after_the_script_may_have_been_the_scripts(
         (("--fresh=3",), "Option '--fresh' does not take a value"),
         (("--no-robust=3",), "Option '--no-robust' does not take a value"),
         (("--name",), "Option '--name' requires an argument"),
-        (("--name", "a", "--view=3", "--name=b"), "--name is there twice, and takes one value: say it once"),
+        (("--name", "a", "--view=3", "--name=b"), "--name is given twice, and takes one value: give it once"),
     ],
 )
 def test_whatever_is_wrong_with_it(terminal: Terminal, wrong: tuple[str, ...], line: str) -> None:
@@ -139,18 +139,18 @@ def test_what_reads_an_option_is_not_named(terminal: Terminal) -> None:
     assert "Input should" not in terminal.refuses("Invalid value for '--peers': ", "simulate", "--peers", "1")
 
 
-ONCE = "takes one value: say it once"
+ONCE = "takes one value: give it once"
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("simulate", "--mode", "gossip", "--mode=hardsync"), "--mode is there twice, and takes one value: several go"),
-        (("simulate", "--seed", "1", "--replay", "2"), f"--seed/--replay is there twice, and {ONCE}"),
-        (("demo", "--peers", "2", "--peers", "3"), f"--peers is there twice, and {ONCE}"),
-        (("reproduce", "E1", "--jobs=1", "--jobs=2"), f"--jobs is there twice, and {ONCE}"),
-        (("mode", "set", "gossip", "--view", "3", "--view", "4"), f"--view is there twice, and {ONCE}"),
-        (("start", "--name", "a", "train.py", "--name", "b"), f"--name is there twice, and {ONCE}"),
+        (("simulate", "--mode", "gossip", "--mode=hardsync"), "--mode is given twice, and takes one value: put commas"),
+        (("simulate", "--seed", "1", "--replay", "2"), f"--seed/--replay is given twice, and {ONCE}"),
+        (("demo", "--peers", "2", "--peers", "3"), f"--peers is given twice, and {ONCE}"),
+        (("reproduce", "E1", "--jobs=1", "--jobs=2"), f"--jobs is given twice, and {ONCE}"),
+        (("mode", "set", "gossip", "--view", "3", "--view", "4"), f"--view is given twice, and {ONCE}"),
+        (("start", "--name", "a", "train.py", "--name", "b"), f"--name is given twice, and {ONCE}"),
         (("start", "--join", "x.invalid", "--join", "y.invalid"), "cannot resolve x.invalid:7946: "),
         (("start", "nosuch.py", "--wait-for", "2", "--", "--wait-for", "3", "--wait-for", "4"), "no such script"),
     ],

@@ -469,7 +469,7 @@ def test_nodes_of_one_seed_are_told_that_they_draw_the_same_batches(machine: Mac
         here.eventually(lambda here=here, there=there: here.ask("status")["same_batches"] == [there.name])  # type: ignore[misc]
     c.trains(beyond=20)
     shown = machine.peerd("status", "--name", "a").stdout
-    assert "same batches as b, and no more learnt than by one" in shown
+    assert "same batches as b: together they learn what one learns" in shown
     b.signal(signal.SIGINT)
     assert b.end() == 0
     a.eventually(lambda: a.ask("status")["same_batches"] == [])

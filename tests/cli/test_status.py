@@ -127,7 +127,7 @@ def test_who_draws_the_same_batches_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
     monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
     shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
-    assert "same batches as b, c, and no more learnt than by one: the log says more\n" in shown
+    assert "same batches as b, c: together they learn what one learns; see the log\n" in shown
 
 
 def test_what_a_budget_has_cost(monkeypatch: pytest.MonkeyPatch) -> None:
