@@ -291,11 +291,13 @@ def _faults(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _summary(result: dict[str, Any]) -> dict[str, str]:
+    units = ["exchanges", "rounds"] if "settings" in result else []  # without a mode there are none
+    counted = [unit for unit in units if result[unit]] or units  # a mode has one of them, or neither yet
     rows = {
         "virtual time": f"{result['virtual_seconds']:,.1f} s",
         "simulated in": f"{result['seconds']:.1f} s",
         "steps of a node": f"{result['steps']:,} ({result['steps_least']:,} to {result['steps_most']:,})",
-        **{unit: f"{result[unit]:,}" for unit in ("exchanges", "rounds") if result[unit]},  # a mode has one of them
+        **{unit: f"{result[unit]:,}" for unit in counted},
         "traffic": size(result["bytes_sent_total"]),
         "of each node": size(result["bytes_sent_total"] / result["peers"]),
     }

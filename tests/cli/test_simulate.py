@@ -124,6 +124,16 @@ def test_a_trace_that_was_cut_has_no_last_line(tmp_path: Path, monkeypatch: pyte
     assert rows[-1]["event"] != "end"
 
 
+def test_a_mode_that_has_come_to_no_round_yet_says_so() -> None:
+    words = ["--problem", "bytes", "--parameters", "1000000000", "--network", "home", "--faults", "none"]
+    words = ["simulate", *words, "--mode", "hardsync", "--steps", "9", "--minutes", "1", "--peers", "2"]
+    shown = CliRunner().invoke(app, words, catch_exceptions=False).stdout
+    assert re.search(r"^rounds +0 *$", shown, re.MULTILINE)
+    shown = CliRunner().invoke(app, ["simulate", "--problem", "members", "--minutes", "1", "--peers", "2"]).stdout
+    assert re.search(r"^membership ", shown, re.MULTILINE)
+    assert not re.search(r"^(rounds|exchanges) ", shown, re.MULTILINE)
+
+
 def test_the_help_of_a_narrow_terminal_is_whole() -> None:
     shown = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["simulate", "--help"]).stdout
     assert "\u2026" not in shown
