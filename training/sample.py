@@ -50,7 +50,7 @@ class _Range:
         if rate > 1:
             blocks = count // (rate * RUN)
             self.runs = np.arange(blocks, dtype=np.int64) * rate
-            for part in parts(blocks):  # as at once, where more than 2**26 cannot be drawn
+            for part in parts(blocks):  # the same numbers as all at once, but 2**31 random bits are not to be had
                 self.runs[part] += np.frombuffer(rng.randbytes(4 * (part.stop - part.start)), np.uint32) % rate
         # what is left at the end is less than a block: it stands for itself
         self._tail = count if self.runs is None else count - count // (rate * RUN) * rate * RUN

@@ -9,9 +9,9 @@ Nothing is told of a model whose inputs are the same at each step, as those of a
 are, nor of one that is not called, that is compiled as a part of something else, that has pre-hooks of its own or gets
 no tensors: that two nodes draw the same may be missed, never made up. Of several ranks it is what the first one draws.
 
-Of a large tensor KEPT values count, at places that no length of a row meets in one column. They stay where they are
-until the last step, the only one in which a GPU is waited for; what of it went through other arithmetic (a GPU's
-preprocessing beside a CPU's) differs, and is missed, too.
+Of a large tensor KEPT values count, spread so that no length of a row has them all in one column. They stay where they
+are until the last step, the only one in which a GPU is waited for. Inputs that went through other arithmetic (a GPU's
+preprocessing beside a CPU's) differ, so such nodes are missed, too.
 """
 
 from __future__ import annotations

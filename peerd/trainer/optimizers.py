@@ -93,6 +93,7 @@ def forget(optimizer: Any) -> None:
         for parameter, entries in state.items():
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
+                    # as the first step would begin, but for SGD's dampening, which spares only one that finds nothing
                     begins = rates.get(parameter, 0.0) if key in RATES else float(key in ONES)
                     (torch.view_as_real(value) if value.is_complex() else value).fill_(begins)
                     # another object, by which quasi_global.py sees that it begins anew
