@@ -7,8 +7,8 @@ First the machine. Then a model on the GPU beside its like on the CPU, through t
 with it, and where there are two GPUs one that lies on both. Then a step in a CUDA graph beside its like without, after
 a rollback and after a checkpoint was loaded. Then two nodes on the one GPU (on_gpu_node.py): how long a step takes
 before they attach and after; for how long `swarm.step` holds a GPU that had nothing left to do (the stall); how many
-float32 copies of the model more are on the GPU; and whether both end with the same model. Where there are two GPUs, at
-last two nodes of two ranks each. Figures are of the node that fared worse, and need a quiet machine.
+float32 copies of the model more are on the GPU; and whether both end with the same model. Where there are two GPUs,
+two nodes of two ranks each come last. Figures are of the node that fared worse, and need a quiet machine.
 
 On a machine that is lent for minutes: in the checkout, after `pip install -e .`, or with nothing installed but what
 peerd needs, as `PYTHONPATH=$PWD python benchmarks/on_gpu.py`. If it has no network, `pip download -d wheels` what is
