@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -57,12 +58,12 @@ def cured(failure: Exception, *, joins: bool = False) -> str:
     cure = CURES.get(failure.field)
     if failure.field == "model":
         cure = cure_of_model(failure.here, failure.there)
-    elif failure.field == "mode" and joins and (options := _options_of(failure.here)) is not None:
+    elif failure.field == "mode" and joins and (options := options_of(failure.here)) is not None:
         cure = f"start this node with {options}, as the members were started: {OF_ITSELF}"
     return f"{failure}; {cure}" if cure is not None else str(failure)
 
 
-def _options_of(alike: str) -> str | None:
+def options_of(alike: str) -> str | None:
     """What is typed to have what `alike_at_start` has said; None: it never says so of a mode that this node has.
 
     Who types it trusts that it is of the mode alone: a member may name an option that gives this node away.
@@ -84,7 +85,7 @@ def _options_of(alike: str) -> str | None:
         return None
     options = {key.replace("_", "-"): value for key, value in values.items()}
     typed = (f"--no-{key}" if value is False else f"--{key} {value}" for key, value in options.items())
-    return " ".join([f"--mode {as_told(mode)}", *typed])
+    return " ".join([f"--mode {shlex.quote(as_told(mode))}", *typed])
 
 
 def cure_of_buffers(lines: Sequence[str], others: Sequence[str]) -> str | None:

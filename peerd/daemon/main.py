@@ -17,7 +17,7 @@ import trio
 
 from peerd.daemon import known_members
 from peerd.daemon.control import ANY, Answer, LocalConnection, Verb, serve
-from peerd.daemon.cures import ALONE
+from peerd.daemon.cures import ALONE, options_of
 from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
 from peerd.daemon.supervisor import DAEMON, Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
@@ -34,6 +34,7 @@ from peerd.process.threads import in_thread
 from peerd.security.wall_clock import shown as shown_time
 from peerd.settings import Settings, is_loopback, unknown_variables
 from peerd.training.kernels.cores import spread, to_spare
+from peerd.training.modes import alike_at_start
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
 from peerd.transport.ids import Address, NodeId, shown
@@ -390,6 +391,9 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
     else:
         options = ["--join", where] if local or settings.insecure_plaintext else ["--token", "TOKEN"]
         options += ["--name", "THEIRS", "--bind", shown((reached[0], 0))] if local else ["--bind", "THEIR_ADDRESS"]
+        # whoever comes without them is refused
+        alike, by_default = (alike_at_start(told.mode, told) for told in (settings, Settings()))
+        options += [] if alike == by_default else shlex.split(options_of(alike) or "")
         options += ["--insecure-plaintext"] if settings.insecure_plaintext else []
         options += ["--swarm", settings.swarm] if settings.swarm != Settings().swarm else []
         options += ["--transport", settings.transport] if settings.transport != Settings().transport else []

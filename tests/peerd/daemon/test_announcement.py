@@ -39,3 +39,19 @@ def test_how_many_there_are_may_be_in_the_environment(
     caplog.set_level(logging.INFO)
     main._announce(Settings(), AT, AT, ["digits"], issues=True)
     assert caplog.messages[0].endswith(f"{OPTIONS} -- digits --rank THEIR_RANK --peers 4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (Settings(mode="diloco:4", outer_lr="0.5"), "--mode diloco:4 --outer-lr 0.5"),
+        (Settings(mode="allreduce", every=9), "--mode allreduce"),
+        (Settings(robust=False), "--mode gossip --no-robust"),
+    ],
+)
+def test_who_pastes_it_is_not_refused_for_the_mode(
+    settings: Settings, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    main._announce(settings, AT, AT, ["train.py"], issues=True)
+    assert caplog.messages == [f"listening on 127.0.0.1:7946; others join with: peerd start train.py {OPTIONS} {told}"]
