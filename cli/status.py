@@ -42,6 +42,7 @@ def status(
     \b
     consensus distance  of models from the swarm's mean, relative to their norm,
                         as the last exchanges found it, before they lessened it
+    PARTNER (this)      the node itself, where it serves what the mode needs
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
                         (of gradients: of this node's from their mean)
@@ -184,7 +185,8 @@ def _print_text(answer: dict[str, Any]) -> None:
         echo(f"nobody can dial this node: no relay for {_seconds(lost)}; the log says why")
     if relayed := answer["relayed_bytes"]:
         echo(f"relay of {', '.join(answer['relayed_for']) or 'nobody now'}; {size(relayed)} passed on")
-    echo(f"{_counted(answer)} since this mode began")
+    if answer["trainer"] or answer["links"]:  # else the mode waits for a model, and nothing says yet what it counts
+        echo(f"{_counted(answer)} since this mode began")
     if cut := answer["counts"].get("exchanges_cut", 0):
         why = "a crash, or too many absent partners, may have taken a part of the models' mean"
         echo(f"{cut} exchange{'s' * (cut != 1)} cut: {why}")
@@ -232,7 +234,8 @@ def _links(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     unit = _unit(answer)
     columns = ["PARTNER", unit.upper(), "DISTANCE", "GAIN", "CODEC", "LAST REASON"]
     rows = [
-        [link["peer"], str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
+        [link["peer"] + " (this)" * (link["peer"] == answer["name"]),
+         str(link["exchanges"]), f"{link['distance']:.3g}" if link["exchanges"] else "-",
          f"{link['gain']:.2f}", link["codec"] or "-",
          link["last_reason"] or "-"]
         for link in answer["links"]

@@ -74,6 +74,26 @@ def test_what_is_counted_in_all_is_what_the_table_counts(
     assert "budget" not in shown
 
 
+def test_a_node_that_serves_itself_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in members: with elastic and parameter servers one of the partners is the node itself."""
+    link = {"exchanges": 1, "distance": 1.0, "gain": 0.3, "last_reason": "change", "codec": "sign"}
+    answer = {**ANSWER, "counts": {"exchanges": 2}, "links": [{**link, "peer": "a"}, {**link, "peer": "b"}]}
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: answer)
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert re.search(r"^a \(this\) +1 ", shown, re.MULTILINE)
+    assert re.search(r"^b +1 ", shown, re.MULTILINE)
+
+
+def test_before_there_is_a_model_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode of rounds had exchanges then, of which it never has any."""
+    monkeypatch.setattr("peerd.cli.status.find_node", lambda name: name)
+    monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: {**ANSWER, "counts": {}, "links": []})
+    shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout
+    assert "models sent whole" in shown
+    assert "since this mode began" not in shown
+
+
 def test_all_nodes_of_this_machine_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"a": {**ANSWER, "trainer": {"step": 7, "loss": 0.25}}, "c": {**ANSWER, "name": "c"}}
 
