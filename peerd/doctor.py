@@ -294,7 +294,9 @@ def _peer(peer: Address, told: Told | None) -> Iterator[Finding]:
         if told and mine is None:
             if told.token is not None:
                 yield _lets_in(peer, told.token)
-            yield Finding("peer", "note", "no speed measured: members answer members only, and this is none yet")
+            # by the user's own authority, which is made then, a start would be refused
+            state, cure = ("fail", OF_REFUSALS["authority"]) if told.loopback and told.token is None else ("note", "")
+            yield Finding("peer", state, "no speed measured: members answer members only, and this is none yet", cure)
         else:
             yield _speed(peer, mine)
 

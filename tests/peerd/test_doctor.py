@@ -50,6 +50,18 @@ def test_every_failure_has_a_cure_and_fails_the_whole() -> None:
         doctor.check(findings)
 
 
+def test_a_member_that_would_refuse_the_first_node_of_a_user_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An authority that is made when it starts is never that member's; on another address it lacks a token already."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as member:
+        join = (shown(member.getsockname()),)
+        (*_, last) = found(Settings(bind="127.0.0.1:0", join=join), "peer")
+    assert (last.state, last.cure) == ("fail", doctor.OF_REFUSALS["authority"])
+    assert not any(tmp_path.iterdir()), "it makes none itself"
+
+
 def test_only_interfaces_that_peers_can_reach_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     addresses = {"eth0": {"10.0.0.1"}, "eth1": {"10.1.0.1", "fd00::1"}, "ifb0": {"10.2.0.1"}, "veth7": set()}
     for name in addresses:
