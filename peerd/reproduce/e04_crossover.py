@@ -14,8 +14,11 @@ STEP_S, SIGMA, MBIT = 0.1, 0.3, 100.0
 PLANS: dict[Size, dict[str, Any]] = {
     Size.TINY: {"peers": [2], "most": 4, "steps": 10, "seeds": 1, "sweep": 1, "lrs": [0.1]},
     Size.QUICK: {"peers": [8, 32], "most": 64, "steps": 60, "seeds": 2, "sweep": 1, "lrs": [0.1, 0.2]},
-    Size.FULL: {"peers": [8, 32], "most": 128, "steps": 600, "seeds": 5, "sweep": 2, "lrs": [0.025, 0.05, 0.1, 0.2]},
-}
+    Size.FULL: {
+        "peers": [8, 32], "most": 128, "steps": 600, "seeds": 5, "sweep": 2,
+        "lrs": [0.025, 0.05, 0.1, 0.2, 0.4, 0.8],
+    },
+}  # fmt: skip
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {"mode": "allreduce", "overlap": "blocking", "topology": "tree:2"},
     "gossip-pull": {"mode": "gossip-pull", "trigger": "always", "codec": "float32"},
