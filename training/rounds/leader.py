@@ -170,7 +170,8 @@ class Leader:
         self, begun: RoundBegin, reports: dict[NodeId, RoundReport], pace: Pace, now: float
     ) -> list[Order] | None:
         """Commit this attempt, or wait for its end; None: it has failed."""
-        survivors = [id for id in begun.roster if self._survives(id, reports)]
+        members = zip(begun.roster, begun.lives, strict=True)
+        survivors = [id for id, life in members if self._survives(reports.get(id), life, begun)]
         held = bool(survivors) and all(_holds(reports[id], begun.attempt) for id in survivors)
         is_void = held and any(report.is_void for report in self._said.values())
         if held and not is_void:
@@ -282,17 +283,15 @@ class Leader:
             return None
         return self._tell(holders, RoundCommit(report.round + 1, report.attempt))
 
-    def _survives(self, id: NodeId, reports: dict[NodeId, RoundReport]) -> bool:
-        """Whether it is still part of the attempt: not restarted, not gone on to something else."""
-        assert self.begun is not None
-        report = reports.get(id)
-        if report is None or (id, report.life) not in zip(self.begun.roster, self.begun.lives, strict=True):
+    def _survives(self, report: RoundReport | None, life: int, begun: RoundBegin) -> bool:
+        """Whether who says so is still part of the attempt: not restarted, not gone on to something else."""
+        if report is None or report.life != life:
             return False
-        if report.attempt < self.begun.attempt:  # it takes none that it has had already
-            if self._gradients and report.finished and not self.begun.whole:
+        if report.attempt < begun.attempt:  # it takes none that it has had already
+            if self._gradients and report.finished and not begun.whole:
                 return False
-            return report.phase != RoundPhase.IDLE and report.round < self.begun.round
-        return report.attempt == self.begun.attempt and (
+            return report.phase != RoundPhase.IDLE and report.round < begun.round
+        return report.attempt == begun.attempt and (
             report.phase in (RoundPhase.RUNNING, RoundPhase.HELD) or report.agreed == report.attempt
         )
 
