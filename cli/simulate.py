@@ -127,7 +127,7 @@ def simulate(
     ]
     commands = [replace(one, mode=in_one_form(one.mode)).command() for one in scenarios]
     if twice := [one for number, one in enumerate(scenarios) if commands[number] in commands[:number]]:
-        raise UserError(f"--mode {mode}: {twice[0].mode} is there twice, and both would be the same run")
+        raise UserError(f"--mode {mode}: {twice[0].mode} is given twice, and both would be the same run")
     if report is not None:
         check_report(report)
     if report is not None and trace is not None and report.absolute() == trace.absolute():

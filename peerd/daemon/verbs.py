@@ -223,7 +223,7 @@ class Verbs:
         if self._node.model.meta.ready and len(self._who_came()) == 1:
             raise UserError(
                 "this node already trains a model of its own, and two swarms' models do not mix; "
-                f"stop it and start it with --join {shown(address)}"
+                f"end it (peerd leave --name {self._node.me.name}) and start it with --join {shown(address)}"
             )
         await self._node.view.join(address)
         return {"joined": shown(address), "members": len(self._who_came())}

@@ -295,9 +295,9 @@ def test_of_several_modes_each_is_told_what_it_takes() -> None:
         ),
         (["--minutes", "1", "--problem", "members", "--view", "5", "--no-robust"], "--view, --no-robust: without"),
         (["--minutes", "1", "--workers", "2"], "--workers 2: without effect on one run"),
-        (["--minutes", "1", "--mode", "gossip,gossip"], "gossip is there twice"),
-        (["--minutes", "1", "--mode", "gossip;view=3,gossip"], "gossip is there twice"),
-        (["--minutes", "1", "--mode", "softsync,softsync:1"], "softsync:1 is there twice"),
+        (["--minutes", "1", "--mode", "gossip,gossip"], "gossip is given twice"),
+        (["--minutes", "1", "--mode", "gossip;view=3,gossip"], "gossip is given twice"),
+        (["--minutes", "1", "--mode", "softsync,softsync:1"], "softsync:1 is given twice"),
     ],
 )
 def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
