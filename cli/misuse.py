@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import typer
@@ -47,26 +45,10 @@ def refuse_repeats(command: Any) -> None:
 
 
 def _parsed(command: Any, parse: Any, context: Any, words: list[str]) -> Any:
-    single = {
-        spelt: option
-        for option in command.params
-        if getattr(option, "is_flag", None) is False and not option.multiple
-        for spelt in option.opts
-    }
-    twice = [name for name, times in Counter(single[one].name for one in _given(words, single)).items() if times > 1]
+    _, _, order = command.make_parser(context).parse_args(list(words))
+    given = Counter(order)  # each as often as it is typed
     for option in command.params:
-        if option.name in twice:
+        if given[option] > 1 and getattr(option, "is_flag", None) is False and not option.multiple:
             several = "put commas between several" if "with commas" in (option.help or "") else "give it once"
             raise WrongSetting(f"{'/'.join(option.opts)} is given twice, and takes one value: {several}", option.name)
     return parse(context, words)
-
-
-def _given(words: list[str], single: dict[str, Any]) -> Iterator[str]:
-    """Those of the options that are typed before a --, each as often as it is."""
-    rest = takewhile("--".__ne__, words)
-    for word in rest:
-        spelt, has_value, _ = word.partition("=")
-        if spelt in single:
-            yield spelt
-            if not has_value:
-                next(rest, None)

@@ -31,7 +31,6 @@ def test_a_model_goes_over_the_device_that_the_process_group_takes(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(current_device=lambda: 2))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     device = torch.device(on)
     model: Any = SimpleNamespace(
         parameters=lambda: [SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=device)]
