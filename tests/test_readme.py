@@ -14,6 +14,7 @@ import typer
 
 from peerd.carriers import CARRIERS
 from peerd.cli import main
+from peerd.daemon.node import PROTOCOL
 from peerd.settings import Settings
 from peerd.simulation.scenario import Scenario, simulate
 from peerd.simulation.world import END, Kind
@@ -22,7 +23,10 @@ from peerd.training.modes import MODES, ModeSettings, heeds
 from peerd.training.trigger import TRIGGERS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "CHANGELOG")),
+    *sorted(ROOT.glob("docs/*.md")),
+]
 RESULTS = [ROOT / "SECURITY.md", *sorted(ROOT.glob("benchmarks/**/*.md"))]
 FOLDERS = ("peerd", "training", "transport", "cli", "tests", "benchmarks", "docs")
 MADE_UP = ("NAME", "*")  # in a path that is a pattern
@@ -89,6 +93,13 @@ def test_every_codec_trigger_and_transport_has_a_row() -> None:
     assert set(rows(ROOT / "docs/settings.md", "transport")) == set(CARRIERS)
     assert set(rows(ROOT / "docs/settings.md", "codec")) == set(CODECS)
     assert {trigger.partition(":")[0] for trigger in rows(ROOT / "docs/settings.md", "trigger")} == set(TRIGGERS)
+
+
+def test_the_changelog_has_the_protocol_and_every_verb_codec_and_mode() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"speak the same protocol, {PROTOCOL} now" in text
+    words = set(re.findall(r"[\w.-]+", text))
+    assert {*main.VERBS, *CODECS, *MODES} <= words
 
 
 def test_every_event_of_a_trace_has_a_row_with_its_numbers() -> None:
