@@ -45,8 +45,8 @@ TARGETS = {
     "shakespeare": {"iid": 0.36, "dirichlet": 0.36, "sorted": 0.36},
 }
 """Accuracy on the test samples, by task and kind of shard. Digits that are iid need hardly any exchange."""
-RATES = {"digits": ["0.05", "0.1", "0.2"], "fashion-mnist": ["0.05", "0.1", "0.2"],
-         "shakespeare": ["0.003", "0.006", "0.012"]}  # fmt: skip
+RATES = {"digits": ["0.05", "0.1", "0.2", "0.4"], "fashion-mnist": ["0.025", "0.05", "0.1", "0.2"],
+         "shakespeare": ["0.003", "0.006", "0.012", "0.024"]}  # fmt: skip
 """Learning rates that --tune tries."""
 QUICK = ("DDP", "DDP, PowerSGD 4", "local SGD 32", "DiLoCo 32", *OURS)
 

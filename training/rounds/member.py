@@ -15,7 +15,6 @@ Every order is repeated until the report that follows from it comes, every repor
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections import Counter, deque
@@ -23,25 +22,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from peerd.training.batch_sizes import Work, are_shares
-from peerd.training.codecs import CODECS
+from peerd.training.batch_sizes import Work
 from peerd.training.codecs.vector import Layout, NotFinite
-from peerd.training.counts import REPORTED_MAX, within_step
 from peerd.training.effects import Effect, Log, Publish, Send, Vector
 from peerd.training.mode_settings import GRADIENTS, ModeSettings
-from peerd.training.rounds.attempt import EXACT_CODEC, WINDOW, Attempt, Pace, ends_whole
-from peerd.training.rounds.choice import EVERY_AT_FIRST, EVERY_MAX, is_left_to_leader
+from peerd.training.rounds.attempt import WINDOW, Attempt, Pace
 from peerd.training.rounds.leader import PATIENCE_SHARE, Leader, waits_s
-from peerd.training.rounds.lengths import GROUPS, Lengths, are_lengths
-from peerd.training.rounds.lines import SEGMENTS_MAX
+from peerd.training.rounds.lengths import Lengths
 from peerd.training.rounds.passing import ALONE_PATIENCES, Passing, Patience
-from peerd.training.rounds.topology import parse_topology
-from peerd.training.rounds.weights import are_weights
+from peerd.training.rounds.words import UNREACHED_MAX, Hearer, check_limit
 from peerd.training.scratch import Lent
-from peerd.transport.errors import PeerError, UserError
+from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import (
-    NO_MEAN,
     Connected,
     LeaderPassed,
     Message,
@@ -57,7 +50,6 @@ from peerd.transport.messages import (
 ASIDE_TOLD_S = 60.0  # a leader may lie, and a log is not to be filled
 REPEAT_S = 2.0
 EARLY_MAX = 64  # messages of an attempt whose beginning has not been heard of: the windows of 16 neighbours at least
-UNREACHED_MAX = SEGMENTS_MAX  # members of whom one says so: a ring or a halving of more is not arranged by it
 EARLY_OF_ONE = 2 * WINDOW  # pieces of one member: its window, and the same of another attempt
 
 TRANSITIONS: dict[RoundPhase, dict[RoundPhase, str]] = {
@@ -461,16 +453,7 @@ class Rounds:
     def _on_report(self, sender: NodeId, report: RoundReport, now: float) -> list[Outcome]:
         if self._leads != self._me:
             return self._answer_leader(sender, report, now)
-        for what, told, ours in (
-            ("a round", report.round, self.round), ("an agreed attempt", report.agreed, self._seen),
-            ("an attempt", report.attempt, self._seen),
-        ):  # fmt: skip
-            within_step(what, told, ours, first=REPORTED_MAX)
-        _check_limit(report.limit)
-        if len(report.unreached) > UNREACHED_MAX:
-            raise PeerError(f"{len(report.unreached)} members who cannot be reached")
-        if not all(0 <= length < math.inf for length in report.lengths):  # an order repeats them, to all
-            raise PeerError("a contribution whose length is none")
+        self._hearer().check_report(report)
         if self._begun_at is not None and report.phase == RoundPhase.RUNNING:
             self._pace.answered(now - self._begun_at)  # the first answer to a RoundBegin
             self._begun_at = None
@@ -510,7 +493,7 @@ class Rounds:
             return self._begin(order, now)
         if self.phase != RoundPhase.HELD or self._attempt is None or self._attempt.begin.attempt != order.attempt:
             return []
-        _check_limit(order.limit)
+        check_limit(order.limit)
         attempt, self._attempt = self._attempt, None
         self._limit = order.limit
         self.round, self._agreed = attempt.begin.round, attempt.begin.attempt
@@ -534,7 +517,7 @@ class Rounds:
         if self._me in begin.roster and len(begin.lives) == len(begin.roster) and not meant:  # of an earlier life
             return self._answer(now)
         if self._leads != self._me:  # our own leader goes on from what it has heard, which was checked
-            self._check(begin)
+            self._hearer().check_order(begin, self._settings, differences=self._differences)
         meant &= begin.whole or not (self._gradients and self.finished)  # then there is no gradient to give
         meant &= begin.whole or self._agreed > 0 or self._start != b""  # else what would a difference be from?
         fits = meant and begin.attempt > self._seen and begin.round > self.round
@@ -567,50 +550,6 @@ class Rounds:
                 with suppress(PeerError):  # the one to blame is not the leader, whom we hear now; our report names it
                     outcomes += self._on_pieces(sender, pieces, now)
         return outcomes
-
-    def _check(self, begin: RoundBegin) -> None:
-        """What no leader orders of a mode like ours. Raises PeerError."""
-        within_step("a round", begin.round, self.round)
-        within_step("an attempt", begin.attempt, self._seen)
-        if len(begin.lives) != len(begin.roster):
-            raise PeerError(f"a roster of {len(begin.roster)} members with {len(begin.lives)} lives")
-        if begin.whole and begin.codec != EXACT_CODEC:
-            raise PeerError(f"a round of whole models in {begin.codec[:40]!r}")
-        if self._gradients:
-            self._check_gradients(begin)
-        elif begin.weights or begin.source:
-            raise PeerError("a round of gradients in a swarm that exchanges weights")
-        exact_end = begin.final and ends_whole(self._settings)
-        if not begin.whole and (exact_end or not self._differences):
-            raise PeerError("a round of differences where whole models are due")
-        if begin.lengths:
-            place = GROUPS * begin.roster.index(self._me) if self._me in begin.roster else 0
-            said = begin.lengths[place : place + GROUPS]
-            late = begin.round <= self.round or begin.attempt <= self._seen  # of a leader that stood still meanwhile
-            remembered = late or self._me not in begin.roster or said in self._lengths
-            if not (are_lengths(begin.lengths, len(begin.roster)) and remembered):
-                raise PeerError("a round whose members did not say these lengths")
-        if len(begin.waited) != len(begin.roster) or not all(0 <= waited < math.inf for waited in begin.waited):
-            raise PeerError("a round whose members have not waited so long")
-        if not are_shares(begin.shares, len(begin.roster)) or (
-            begin.shares and (self._gradients or begin.whole or begin.final)
-        ):
-            raise PeerError("a round whose members cannot have these shares")
-        if begin.every and not (is_left_to_leader(self._settings) and EVERY_AT_FIRST <= begin.every <= EVERY_MAX):
-            raise PeerError(f"{begin.every} steps to the next round")
-        if begin.codec not in CODECS:
-            raise PeerError(f"codec {begin.codec[:40]!r} is none of {', '.join(CODECS)}")
-        try:
-            parse_topology(begin.topology)
-        except UserError as error:
-            raise PeerError(str(error)) from None
-
-    @staticmethod
-    def _check_gradients(begin: RoundBegin) -> None:
-        if begin.whole and begin.source not in begin.roster:
-            raise PeerError(f"a round of {begin.source[:40]!r}'s model, who is not in it")
-        if not begin.whole and (begin.source or not are_weights(begin.weights, len(begin.roster))):
-            raise PeerError("a round of gradients whose weights no members have")
 
     def summed(self, begin: RoundBegin) -> tuple[slice, Layout]:
         """The values that a round is of: the model, or the fragment whose turn it is by the round's number."""
@@ -666,6 +605,9 @@ class Rounds:
     def _repeat(self, peer: NodeId, now: float) -> list[Outcome]:
         return [*self._attempt.repeat(peer, now)] if self._attempt is not None else []
 
+    def _hearer(self) -> Hearer:
+        return Hearer(self._me, self.round, self._seen, self._lengths)
+
     def _leadership(self) -> Leader:
         size_bytes = 4 * self._fragments[0][1].total  # of most rounds
         every = self.order.every if self.order is not None else 0
@@ -681,9 +623,3 @@ class Rounds:
             self._limit, self.came_early, self._is_void, self.concentration, self.work.samples, self.work.steps,
             tuple(sorted(self._unreached)[:UNREACHED_MAX]),
         )  # fmt: skip
-
-
-def _check_limit(limit: float) -> None:
-    """Of a mean. Raises PeerError."""
-    if not (limit == NO_MEAN or 0 <= limit < math.inf):
-        raise PeerError(f"a mean that may be {limit} long")

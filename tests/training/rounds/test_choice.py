@@ -15,6 +15,7 @@ from peerd.training.codecs.concentration import CONCENTRATED
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import settings_of
 from peerd.training.rounds.choice import COST_MAX, DENSE, EVERY_MAX, EVERY_MIN, SPARSE, Choice
+from peerd.training.rounds.words import Hearer
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import RoundBegin
 
@@ -128,15 +129,14 @@ def test_what_one_bit_a_value_loses_stays_in_the_members_own_model() -> None:
 
 
 def test_who_is_told_an_order_that_no_leader_gives_says_so() -> None:
-    swarm = trained()
-    member = swarm.nodes["b"].core._rounds
+    chosen, hearer = settings_of("allreduce", ModeSettings()), Hearer("b", 0, 0, [()])
     begin = RoundBegin(1, 1 << 16, SPARSE, "ring", False, False, ("a", "b"), (1, 2), waited=(0.0, 0.0))
+    hearer.check_order(replace(begin, every=EVERY_MAX), chosen, differences=True)
     for every in (-1, EVERY_MAX + 1, 1 << 40):
         with pytest.raises(PeerError, match="steps to the next round"):
-            member._check(replace(begin, every=every))
-    told = RoundSwarm("ab", 40, codec="int8", overlap="quorum", every=5)
+            hearer.check_order(replace(begin, every=every), chosen, differences=True)
     with pytest.raises(PeerError, match="2 steps to the next round"):
-        told.nodes["b"].core._rounds._check(replace(begin, every=2))
+        hearer.check_order(replace(begin, every=2), replace(chosen, every=5), differences=True)
 
 
 @pytest.mark.parametrize(("overlap", "comes_at"), [("blocking", 1250), ("quorum", 1235)])

@@ -15,8 +15,9 @@ from peerd.training.rounds import collective
 from peerd.training.rounds.culprits import TRIES_APART
 from peerd.training.rounds.leader import CUT_MIN_S, PATIENCE_MIN_S
 from peerd.training.rounds.lines import Lines
-from peerd.training.rounds.member import REPEAT_S, UNREACHED_MAX
+from peerd.training.rounds.member import REPEAT_S
 from peerd.training.rounds.topology import ARITY_MAX, parse_topology
+from peerd.training.rounds.words import UNREACHED_MAX
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Connected, Message, RoundReport
 
