@@ -137,17 +137,20 @@ class LocalSocket:
         self._buffer = bytearray()
         self._came: list[bytes] = []  # and is not in the buffer yet
 
-    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), done: list[None] | None = None) -> None:
+    def send(self, message: dict[str, Any], fds: tuple[int, ...] = (), done: list[int] | None = None) -> None:
         """Send one message, with file descriptors beside it; raises OSError, or ValueError when it is too long.
 
-        `done` is no longer empty once it is sent, whatever interrupts this then.
+        `done` is no longer empty once it is sent, whatever interrupts this then; of a long one, once it has begun.
         """
         data = pack(message)
         if fds:
             sent = socket.send_fds(self._socket, [data], list(fds))
             data = data[sent:]
-        if data:  # sending nothing fails, too, when the answer to what was sent ended the connection
-            ([] if done is None else done).extend(map(self._socket.sendall, (data,)))  # in one call, as below
+        counts = [] if done is None else done
+        while data:  # sending nothing fails, too, when the answer to what was sent ended the connection
+            # in one call, as below; not `sendall`, in which Ctrl-C comes after all was sent, too
+            counts.extend(map(self._socket.send, (data,)))
+            data = data[counts[-1] :]
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""

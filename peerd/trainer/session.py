@@ -163,11 +163,11 @@ class Session:
         self._unsaid: Stepped | None = None  # of the step whose copy is under way
         self._came: dict[str, Any] | None = None  # what the daemon said last, until it is heeded
         self._owed: Said | None = None  # the answer to it
-        self._answered: list[None] = []  # whether it was given: a second one would be for the correction that follows
+        self._answered: list[int] = []  # whether it was given: a second one would be for the correction that follows
         self.step = 0
         self._inputs: Inputs | None = None  # where a training begins
         self.hooks: GradientHooks | None = None  # where gradients are exchanged
-        self._is_owed = False  # the mean of a gradient that was given
+        self._given: list[int] = []  # whether a gradient was, whose mean is owed
         self.changed_in_pass = False  # the model, since the last step, as a backward pass waited for its mean
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
@@ -314,10 +314,10 @@ class Session:
                 return said
             self._early.append(said)  # the daemon goes on exchanging while this trainer comes
 
-    def _say(self, said: Said) -> None:
+    def _say(self, said: Said, done: list[int] | None = None) -> None:
         self._say_published()
         self._answer()
-        self._socket.send(encoded(said))
+        self._socket.send(encoded(said), done=done)
 
     def _say_published(self) -> None:
         """What was said of the last copy, now that it is whole: before anything else, as it was true before that."""
@@ -423,8 +423,13 @@ class Session:
             anew = False
         anew = self._parts.complete()
         self._client.enter(ClientState.WITH_GRADIENT)
-        self._say(GradientReady(self.step, self._weight, self._rates()[0], anew))
-        self._is_owed = True  # since it was said: interrupted before, the next pass gives its own
+        # interrupted before it is said, the next pass gives its own; after it, that is for nothing
+        self._say(GradientReady(self.step, self._weight, self._rates()[0], anew), done=self._given)
+
+    @property
+    def _is_owed(self) -> bool:
+        """The mean of a gradient that was given."""
+        return bool(self._given)
 
     def _wait_for_mean(self) -> None:
         while self._client.mean is None and not self._client.leaves:
@@ -456,7 +461,7 @@ class Session:
             self._end(self.step)
         mean = torch.from_numpy(self._memory.gradient) if self._client.mean else None
         self._gradients.scatter(mean)
-        self._is_owed = False  # now: scattered halfway, it is there to be scattered again
+        self._given = []  # now: scattered halfway, it is there to be scattered again
         return mean is None or math.isfinite(float(mean[0]))  # a mean that is not finite is NaN in each value
 
     def finish(self, step: int, last: Figures | None, *, at_exit: bool = False) -> None:
@@ -468,7 +473,7 @@ class Session:
         if self._is_over:
             return
         self._poll(timeout_s=0)
-        self._is_owed = False  # and is not given any more: the daemon drops a gradient of a run that ends
+        self._given = []  # its mean is not given any more: the daemon drops a gradient of a run that ends
         _, ratio = self._rates()
         if last is not None:
             self._note(step, time.monotonic(), last)
@@ -693,7 +698,7 @@ class Session:
 
     def _roll_back(self, step: int) -> None:
         self._rollbacks += 1
-        self._is_owed = False  # the daemon drops a gradient of a model that was not finite
+        self._given = []  # the daemon drops a gradient of a model that was not finite
         if self._rollbacks > ROLLBACKS_MAX:
             raise SystemExit(
                 f"peerd: the model is not finite at step {step}, again after {ROLLBACKS_MAX} returns to its last "

@@ -20,6 +20,8 @@ from script_nodes import Swarm
 from torch import nn
 
 import peerd
+from peerd.local.local_socket import LocalSocket
+from peerd.protocol.trainer import GradientReady
 from peerd.protocol.trainer_client import ClientState
 from peerd.trainer.session import Session
 from peerd.training.model import gradient_parts
@@ -199,8 +201,9 @@ def bits(state: list[torch.Tensor]) -> bytes:
         ((Session, "_poll"), True, 0.5),
         ((FlatGradients, "scatter"), True, 0.0),
         ((Session, "_rates"), False, 0.2),
+        ((LocalSocket, "send"), True, 0.2),
     ],
-    ids=["wait", "answered", "scatter", "say"],
+    ids=["wait", "answered", "scatter", "say", "said"],
 )
 @pytest.mark.parametrize("bucket", [None, 24])
 def test_a_script_that_catches_what_interrupts_its_wait_takes_that_mean_with_its_next_pass(
@@ -219,11 +222,17 @@ def test_a_script_that_catches_what_interrupts_its_wait_takes_that_mean_with_its
     owner, name = where
     uninterrupted = getattr(owner, name)
 
-    def interrupted(self: object, *arguments: object, **more: object) -> object:
+    def interrupted(self: object, *arguments: Any, **more: Any) -> object:
         session = sessions.get(0)
-        mine = session is not None and self in (session, session._gradients)
+        mine = session is not None and self in (session, session._gradients, session._socket)
         if session is None or caught or not mine or session.step != at:
             return uninterrupted(self, *arguments, **more)
+        if name == "send":
+            found = uninterrupted(self, *arguments, **more)
+            if arguments[0]["kind"] == GradientReady.KIND:  # it went, and nobody here has noted that
+                caught.append(session)
+                raise KeyboardInterrupt
+            return found
         if name == "scatter" or session._client.state is ClientState.WITH_GRADIENT:
             caught.append(session)
             raise KeyboardInterrupt

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,9 +204,27 @@ def test_an_attach_that_was_interrupted_is_in_nobodys_way(
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("where", ["Load", "send"])
+@pytest.fixture
+def signalled() -> Iterator[Callable[[socket.socket], None]]:
+    """Have the kernel send a signal, which is Ctrl-C's to the script, as soon as something comes to a socket."""
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def by(sock: socket.socket) -> None:
+        fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(sock, fcntl.F_SETSIG, signal.SIGUSR1)
+        fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | fcntl.FASYNC)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield by
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("where", ["Load", "send", "within"])
 def test_a_correction_is_answered_once_wherever_that_was_interrupted(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled: Callable[[socket.socket], None]
 ) -> None:
     """The daemon would take the next one for added, too."""
     added: list[Any] = []
@@ -223,13 +244,15 @@ def test_a_correction_is_answered_once_wherever_that_was_interrupted(
 
     if where == "Load":
         monkeypatch.setattr("peerd.trainer.session.Load", Once("Load", (), {}))
-    else:
+    elif where == "send":
         monkeypatch.setattr(LocalSocket, "send", once(LocalSocket.send, KeyboardInterrupt, lambda: True, after=True))
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         session._socket = LocalSocket(tmp_path / "s")
         with listening.accept()[0] as daemon:
+            if where == "within":  # the call that sends it
+                signalled(daemon)
             with pytest.raises(KeyboardInterrupt):
                 session._poll(timeout_s=0)
             session._poll(timeout_s=0)
