@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing
 import os
 import sys
 import weakref
@@ -72,6 +73,11 @@ def attach(
     nearer to training on all data. It needs a momentum above 0 and dampening 0, parameters in float32 or float64, nodes
     that exchange weights, and memory for two more tensors of each parameter's size; else the script ends with a line.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by which Python itself sees it
+        raise SystemExit(
+            "peerd: a process that the script starts (a loader's worker, by spawn or forkserver) runs the script anew "
+            'from its top: put the training under if __name__ == "__main__":'
+        )
     try:
         model, optimizer, exclude = one_model(model), as_one(optimizer), patterns_of(exclude)
         kept = Kept(keep, say if is_first() else lambda _: None)

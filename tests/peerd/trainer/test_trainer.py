@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import multiprocessing
 import os
 import re
 import socket
@@ -267,6 +268,25 @@ def test_while_the_last_checkpoint_is_written_the_model_is_the_daemons(
     status = with_daemon(path, script, beside).side.status
     assert status is not None
     assert (status.phase, status.step, let_go) == ("finished", 1, [True])
+
+
+def test_a_worker_that_runs_the_script_anew_is_told_of_the_scripts_top(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told to end the training that it works for, which is attached."""
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            swarm.step()
+            with monkeypatch.context() as worker:
+                worker.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+                with pytest.raises(SystemExit, match="__main__"):
+                    peerd.attach(*normed())
+            swarm.step()
+
+    status = with_daemon(path, script).side.status
+    assert status is not None
+    assert (status.step, status.phase) == (2, "finished")
 
 
 @pytest.mark.parametrize("samples", [0, math.inf, math.nan, "many", None, torch.zeros(2), 1j])
