@@ -520,12 +520,14 @@ def _connect() -> LocalSocket | None:
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return None  # of several ranks without a process group one talks to the daemon
     given = os.environ.get("PEERD_SOCKET")
+    path = Path(given) if given else None
     try:
-        return LocalSocket(Path(given) if given else find_node(os.environ.get("PEERD_NAME")))
+        path = path or find_node(os.environ.get("PEERD_NAME"))
+        return LocalSocket(path)
     except UserError as error:
         say(f"{error}; training alone")
     except OSError as error:
-        failed = f"the node at {given} does not answer ({error.strerror})"
+        failed = f"the node {f'at {path}' if path else 'of this machine'} does not answer ({error.strerror})"
         if _is_daemons():
             raise Refused(failed) from None
         say(f"{failed}; training alone")

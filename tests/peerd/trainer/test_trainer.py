@@ -838,6 +838,15 @@ def test_a_script_of_a_daemons_ends_with_it_and_another_trains_on(
     assert ("training alone" in capsys.readouterr().err) is not started
 
 
+def test_a_node_that_ends_as_a_script_looks_for_one_is_named(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PEERD_SOCKET")
+    monkeypatch.setattr(swarm_module, "find_node", lambda _: path)
+    assert peerd.attach(*normed()).alone
+    assert f"the node at {path} does not answer (No such file or directory)" in capsys.readouterr().err
+
+
 def test_no_answer_overtakes_what_is_said_of_a_copy() -> None:
     """The daemon goes by the new barrier from that answer on, and the copy is of a step before it."""
     one, sent = session.Session.__new__(session.Session), list[dict[str, Any]]()
