@@ -156,8 +156,9 @@ class LocalSocket:
         """The next message; None when none comes within `timeout_s` (0: do not wait). Raises EOFError at the end."""
         while (message := take(self._buffer)) is None:
             if not self._came:
-                self._socket.settimeout(timeout_s)
-                try:  # in one call: Ctrl-C, which a script may catch, comes before or after it, and no byte is lost
+                try:
+                    self._socket.settimeout(timeout_s)
+                    # in one call: Ctrl-C, which a script may catch, comes before or after it, and no byte is lost
                     self._came.extend(map(self._socket.recv, (1 << 16,)))
                 except (BlockingIOError, TimeoutError):
                     return None

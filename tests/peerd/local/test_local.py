@@ -82,6 +82,25 @@ def test_what_has_come_is_not_lost_to_ctrl_c(tmp_path: Path, monkeypatch: pytest
         client.close()
 
 
+def test_ctrl_c_leaves_no_limit_on_what_is_sent_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(socket.socket):
+        def settimeout(self, value: float | None) -> None:
+            super().settimeout(value)
+            if value is not None:
+                raise KeyboardInterrupt
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        monkeypatch.setattr(socket, "socket", Interrupted)
+        client = LocalSocket(tmp_path / "s")
+        monkeypatch.undo()
+        with pytest.raises(KeyboardInterrupt):
+            client.receive(0)
+        assert client._socket.gettimeout() is None
+        client.close()
+
+
 # ------------------------------------------------------------------------------------------------------------- bytes
 
 
