@@ -277,8 +277,8 @@ class Swarm:
         A node that is slower than most others goes by their count: it leaves out the steps that it comes too late for,
         so its learning rate falls when theirs does, and ends its run with theirs, and says so. What it learnt alone
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
-        goes on to the last. A number comes again only where no `step` was made of it. `step_count` is of the steps that
-        this node makes itself.
+        goes on to the last. A number comes again only where no `step` was made of it, or where the model was replaced by
+        the swarm's of an earlier step. `step_count` is of the steps that this node makes itself.
 
         `total` is of the whole run. Where a later call in the same run names another one (an epoch's end each time),
         no step is left out, for the others' counts may be of the one before.
@@ -292,6 +292,8 @@ class Swarm:
             self._session.say_total(total)
         while not self.is_over(total):
             if self.step_count != self._drawn_at:  # else nothing was made of the last one, which comes again
+                if self.step_count < self._drawn_at:
+                    self._number = self.step_count - 1
                 if is_over(self.step_count, total, self._others, self._number):
                     break
                 others = 0 if self._totals_differ else self._others

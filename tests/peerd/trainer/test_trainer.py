@@ -810,6 +810,22 @@ def test_epochs_that_each_say_how_long_the_run_is_by_then(path: Path, capsys: py
     assert capsys.readouterr().err.count(f"peerd: {line}, swarm.steps(40) and so on\n") == 1
 
 
+def test_the_numbers_of_steps_go_back_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was cut off alone is further than the others whose model it takes over: so would its learning rate be, and
+    its run would end before theirs.
+    """
+    monkeypatch.setenv("PEERD_NAME", "nobody")
+    swarm = peerd.attach(*normed())
+    numbers: list[int] = []
+    for number in swarm.steps(12):
+        numbers.append(number)
+        if numbers.count(8) == 1 and number == 8:
+            swarm._step_count = 3  # as a session's is with the model that comes in a backward pass
+        swarm.step()
+    assert numbers == [*range(9), *range(4, 12)]
+    assert swarm.step_count == 12
+
+
 @pytest.mark.parametrize("started", [True, False])
 def test_a_script_of_a_daemons_ends_with_it_and_another_trains_on(
     path: Path, started: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
