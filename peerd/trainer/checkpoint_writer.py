@@ -70,7 +70,12 @@ class CheckpointWriter:
     def due(self, now: float) -> bool:
         """Whether the next one should be written at `now`, a time of `time.monotonic`."""
         waited = now - self._began
-        return waited >= self._wait_s and not self._thread.is_alive() and waited >= self._cost_s / COST_MAX
+        return waited >= self._wait_s and not self.is_at_it and waited >= self._cost_s / COST_MAX
+
+    @property
+    def is_at_it(self) -> bool:
+        """Whether something is being written."""
+        return self._thread.is_alive()
 
     def hasten(self) -> None:
         """The next one is due at once."""

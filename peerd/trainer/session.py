@@ -295,7 +295,7 @@ class Session:
         return generation.step, whole
 
     def _put_passed_aside(self) -> None:
-        """Or they would be the newest, were this script started again."""
+        """Or they would be the newest, were this script started again, or all nodes."""
         if self._passed is None:
             return
         step, self._passed = self._passed, None
@@ -343,7 +343,9 @@ class Session:
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
         """
         self.step = step
-        self._put_passed_aside()
+        if self._passed is not None and not self._writer.is_at_it:  # with one of a later step, perhaps
+            self._put_passed_aside()
+            self._writer.hasten()
         self.changed_in_pass = False
         if self.hooks is not None:
             self.hooks.after_step()
@@ -374,7 +376,7 @@ class Session:
         asked = self._client.copy_asked or is_old
         due = self._watch.step(quiet.change if self._watch.change <= quiet.change else math.inf, lr, now)
         rolled_back = False
-        keeps = self._writer.due(now)
+        keeps = self._passed is None and self._writer.due(now)
         looks = due or keeps or must_copy or (may_copy and (asked or quiet.wants_copy(self._watch.change, step)))
         if looks or (figures.loss is not None and not math.isfinite(figures.loss)):
             rolled_back = not self._look(step)
@@ -496,6 +498,9 @@ class Session:
             return
         self._is_over = True
         self.close()
+        if self._passed is not None:
+            wait_for_earlier(self._checkpoints)
+            self._put_passed_aside()
         self._writer.write_last(step)
         if (failed := self._writer.failed) != self._told_failed:
             with suppress(UserError):  # a daemon that is gone shows it to nobody
@@ -676,6 +681,8 @@ class Session:
             self.flat.add(self._memory.corrections[said.half])
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
+            if said.step < self.step:  # this node was cut off, and went further alone
+                self._passed = said.step
             self.step = said.step
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
                 self._states.take_rates()  # the step that follows is of that model

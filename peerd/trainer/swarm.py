@@ -277,8 +277,8 @@ class Swarm:
         A node that is slower than most others goes by their count: it leaves out the steps that it comes too late for,
         so its learning rate falls when theirs does, and ends its run with theirs, and says so. What it learnt alone
         from there on would be of its own data, and their models would follow it. Who has made nine tenths of `total`
-        goes on to the last. A number comes again only where no `step` was made of it, or where the model was replaced by
-        the swarm's of an earlier step. `step_count` is of the steps that this node makes itself.
+        goes on to the last. A number comes again only where no `step` was made of it, or where the swarm's model, of an
+        earlier step, took the place of this node's. `step_count` is of the steps that this node makes itself.
 
         `total` is of the whole run. Where a later call in the same run names another one (an epoch's end each time),
         no step is left out, for the others' counts may be of the one before.

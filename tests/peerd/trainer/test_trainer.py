@@ -29,11 +29,13 @@ import peerd
 from peerd.daemon import control, trainer_service
 from peerd.daemon.trainer_session import report_of
 from peerd.local import local_socket
+from peerd.local.generations import generations, step_of
 from peerd.local.shared_memory import SharedMemory
-from peerd.protocol.trainer import BarrierHeard, BarrierIs, Stepped, encoded
+from peerd.protocol.trainer import BarrierHeard, BarrierIs, Load, Stepped, encoded
 from peerd.protocol.trainer_client import TrainerClient
 from peerd.trainer import checkpoint, session
 from peerd.trainer import swarm as swarm_module
+from peerd.trainer.figures import Figures
 from peerd.training.effects import StepReport
 from peerd.training.model.over import OVER, PARTS
 
@@ -426,6 +428,40 @@ def test_the_daemon_hears_why_no_checkpoint_is_written_and_that_one_is_again(
     why, then = told
     assert re.fullmatch(r"at step \d+: No space left on device; .*(is kept|none yet)", str(why))
     assert then is None
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_checkpoints_of_a_past_that_the_swarm_did_not_take_are_put_aside(
+    ends: bool, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of who was cut off alone: its swarm's model is of an earlier step. All nodes would go on from them, as they are
+    the latest, if all were started again.
+    """
+    monkeypatch.setattr("peerd.trainer.checkpoint_writer.FIRST_S", 0.0)
+    monkeypatch.setattr("peerd.trainer.checkpoint_writer.COST_MAX", 1.0)
+    folders: list[Path] = []
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            own = swarm._session
+            assert own is not None
+            folders.append(own._checkpoints)
+            while not any(step >= 10 for step in map(step_of, generations(own._checkpoints))):
+                swarm.step()
+            own._obey(Load(own._client.published_to, 3))
+            assert swarm.step_count == 3
+            swarm.step()
+            while not ends and 4 not in map(step_of, generations(own._checkpoints)):
+                time.sleep(0.01)
+                own.on_step(4, Figures(None, 0, {}))
+        assert swarm.step_count == 4
+
+    with_daemon(path, script)
+    folder = folders[0]
+    assert max(map(step_of, generations(folder))) == 4
+    aside = folder.with_name(f"{folder.name}-passed")
+    assert max(map(step_of, generations(aside))) >= 10
+    assert f"checkpoints of later steps than 3 are in {aside} now" in capsys.readouterr().err
 
 
 def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:
