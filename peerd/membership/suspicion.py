@@ -106,8 +106,12 @@ class Suspicions:
         self._suspects.pop(id, None)
 
     def postpone(self, now: float) -> None:
-        """We stood still, perhaps while the refutations came: give every suspect its shortest time again."""
+        """We stood still, perhaps while the refutations came: give every suspect its shortest time again.
+
+        Whoever was asked for its last word may have said it: it is asked anew, whatever comes of the question before.
+        """
         for id, suspicion in self._suspects.items():
+            suspicion.asked = False
             suspicion.not_before = now + suspicion.least_s
             self._arm(id, suspicion)
 
