@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ import trio
 from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 from peerd.process import launch
 from peerd.process.logs import LOGGER
-from peerd.process.threads import in_thread
+from peerd.process.threads import AGAIN_S, in_thread
 from peerd.settings import Settings
 from peerd.training.tasks import TASKS
 from peerd.transport.errors import UserError
@@ -32,6 +33,7 @@ OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the 
 DAEMON = "PEERD_DAEMON"  # the daemon's pid, in the environment of what it starts
 OUTPUT_ABOVE = "its own output above says why"
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)  # others' doing, as by who runs out of memory: the script may be good
+NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # for a process now; there may be some later
 SIGNALLED = 128  # and the number of the signal: how sh ends when its command was killed
 
 
@@ -61,7 +63,9 @@ class Supervisor:
         hopeless: int | None = None  # the exit code of a script that has just failed before its first step
         while not self.stopping:
             before, self._refused, self._unfit = status(), False, False
-            code = await self._run_once()
+            if (code := await self._run_once()) is None:
+                await trio.sleep(AGAIN_S)
+                continue
             with trio.move_on_after(LAST_WORDS_S):
                 while (found := status()) is not None and found.phase not in (TrainerPhase.FINISHED, TrainerPhase.GONE):
                     await trio.sleep(0.01)
@@ -147,7 +151,12 @@ class Supervisor:
                 while _living(self._process.pid, mark):
                     await trio.sleep(0.05)
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> int | None:
+        """Its exit code. None: it has run before, and the system has no room for it now.
+
+        A node that ended for that would lose what it holds.
+        """
+        ran = self._process is not None
         # a session of its own: Ctrl-C in the terminal reaches the daemon alone, which ends the script in good order
         try:
             self._process, told = started(self.command, self._environment)
@@ -155,7 +164,13 @@ class Supervisor:
         except OSError as error:
             if self._process is not None:
                 self._process.wait()  # it has ended, having told why
-            raise UserError(f"cannot start {self.name}: {error.strerror or error}") from None
+            why = f"cannot start {self.name}: {error.strerror or error}"
+            if not ran or error.errno not in NO_ROOM:
+                raise UserError(why) from None
+            if self.crash != (crash := f"{why}; trying again"):
+                LOGGER.warning("%s", crash)
+            self.crash = crash
+            return None
         try:
             Path(f"/proc/{self._process.pid}/oom_score_adj").write_text(OOM_SCORE)
         except OSError:
@@ -228,8 +243,10 @@ def _argv(command: list[str]) -> list[str]:
 
 def _living(group: int, mark: bytes) -> list[int]:
     """Pids of a group, and of those with the `mark` in their environment; without what has ended, if nobody waited."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    folders, found = list[Path](), []
+    with suppress(OSError):  # no descriptor is left
+        folders = list(Path("/proc").glob("[0-9]*"))
+    for folder in folders:
         with suppress(OSError, ValueError):  # it has ended meanwhile, or is another user's
             state, _, of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if state not in "ZX" and (int(of) == group or mark in (folder / "environ").read_bytes().split(b"\0")):

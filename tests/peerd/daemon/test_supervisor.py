@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -199,6 +200,52 @@ async def test_an_exit_code_decides_where_only_the_interpreters_end_finished_the
     script = COUNT + 'test $(wc -l < "$FOLDER/starts") -ge 3'
     await shell(folder, script).run(another_each_time(phase=TrainerPhase.FINISHED, at_exit=True))
     assert starts(folder) == 3
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+async def test_a_script_that_has_run_is_started_again_as_soon_as_there_is_room(
+    folder: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begins, lacking = supervisor.started, [False, True, True, True, False]  # of each start
+
+    def started(*arguments: Any) -> Any:
+        if lacking.pop(0):
+            raise OSError(number, os.strerror(number))
+        return begins(*arguments)
+
+    monkeypatch.setattr(supervisor, "started", started)
+    once = '[ -e "$FOLDER/again" ] && exit 0; touch "$FOLDER/again"; '
+    await (made := shell(folder, COUNT + once + "exit 3")).run(another_each_time())
+    assert (starts(folder), lacking) == (2, [])
+    assert made.crash == f"cannot start sh: {os.strerror(number)}; trying again"
+    assert [record.message for record in caplog.records].count(made.crash) == 1
+
+
+async def test_without_room_for_its_first_start_a_script_is_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, "no room")
+
+    monkeypatch.setattr(supervisor, "started", started)
+    with pytest.raises(UserError, match=r"^cannot start sh: no room$"):
+        await shell(folder, COUNT).run()
+
+
+async def test_what_a_script_left_behind_need_not_be_found_for_its_next_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with no descriptor left."""
+
+    def listed(_: str) -> list[str]:
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(os, "listdir", listed)
+    monkeypatch.setattr(os, "scandir", listed)
+    once = '[ -e "$FOLDER/again" ] && exit 0; touch "$FOLDER/again"; '
+    await shell(folder, COUNT + once + "exit 3").run(another_each_time())
+    monkeypatch.undo()
+    assert starts(folder) == 2
 
 
 async def test_crashes_long_ago_do_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
