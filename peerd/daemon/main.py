@@ -21,7 +21,7 @@ from peerd.daemon.cures import ALONE, options_of
 from peerd.daemon.node import SCRIPT_ENDS, Daemon, running
 from peerd.daemon.supervisor import DAEMON, Supervisor
 from peerd.daemon.trainer_session import TrainerPhase
-from peerd.daemon.trainer_watch import TrainerWatch
+from peerd.daemon.trainer_watch import STALL_MIN_S, TrainerWatch
 from peerd.daemon.verbs import Verbs
 from peerd.local import identity
 from peerd.local.being_written import is_writing
@@ -296,6 +296,8 @@ async def _watch_trainer(daemon: Daemon) -> None:
         slept_at = trio.current_time()
         await trio.sleep(LOOK_AT_TRAINER_S)
         slept_s = trio.current_time() - slept_at
+        if watch is not None and slept_s > STALL_MIN_S:
+            watch.goes_on(trio.current_time())
         if (status := daemon.model.status) is None or slept_s > 2 * LOOK_AT_TRAINER_S:  # it may have stood still, too
             continue
         if watch is None or watch.status is not status:

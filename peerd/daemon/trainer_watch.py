@@ -5,6 +5,8 @@ It reads no clock: `now` comes in, on that of the status.
 
 from __future__ import annotations
 
+import math
+
 from peerd.daemon.trainer_session import TrainerPhase, TrainerStatus
 
 STALL_MIN_S = 10.0
@@ -20,10 +22,16 @@ class TrainerWatch:
         self.stalled = False
         self._stepped_at: float | None = None
         self._began: float | None = None  # of the step that it is in
+        self._goes_on_at = -math.inf
+
+    def goes_on(self, now: float) -> None:
+        """All processes may have been stopped until now, as a scheduler does: that time is no part of a step."""
+        self._began, self._goes_on_at = None, now
 
     def look(self, now: float) -> None:
         """Once a second or so, however many steps that is: all that were between two looks count as one."""
         stepped_at, began = self.status.last_step_at, computes_since(self.status)
+        began = None if began is None else max(began, self._goes_on_at)
         if stepped_at is not None and stepped_at != self._stepped_at:
             if self._stepped_at is not None and self._began is not None:
                 self.slowest_s = max(self.slowest_s, stepped_at - self._began)

@@ -71,6 +71,18 @@ def test_a_silence_that_is_long_beside_its_steps_is_one_and_a_step_ends_it(steps
     assert [*gone, watch.stalled] == [False, True]
 
 
+@pytest.mark.parametrize("stopped_s", [60.0, 7200.0])
+def test_time_in_which_all_processes_were_stopped_is_no_part_of_a_step(stopped_s: float) -> None:
+    watch = TrainerWatch(_training())
+    now = _train(watch, [1.0, 1.0, 1.0]) + stopped_s
+    watch.goes_on(now)
+    watch.look(now + 1.0)
+    stalled = [watch.stalled]
+    now = _train(watch, [2.0, 1.0], now=now)
+    watch.look(now)
+    assert [*stalled, watch.slowest_s <= 2.0 + 2 * LOOK_S] == [False, True]
+
+
 def test_who_waits_for_the_swarm_does_not_hang() -> None:
     watch = TrainerWatch(_training())
     now = _train(watch, [1.0, 1.0, 1.0])
