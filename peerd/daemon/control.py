@@ -151,7 +151,8 @@ def _listen(path: Path) -> trio.socket.SocketType:
         listener.listen(64)
     except OSError as error:
         listener.close()
-        cure = "set XDG_RUNTIME_DIR to a folder that you may write to"
+        is_too_long = error.errno is None  # Python's own word: the kernel was not asked
+        cure = f"set XDG_RUNTIME_DIR to {'a shorter folder' if is_too_long else 'a folder that you may write to'}"
         raise UserError(f"control socket {path}: {error.strerror or error}; {cure}") from None
     except UserError:
         listener.close()

@@ -485,7 +485,8 @@ def test_wrong_places(machine: Machine, terminal: Terminal) -> None:
     file = str(machine.script("file", ""))
     terminal.refuses("Not a directory; choose another with state_dir", *START, XDG_STATE_HOME=file)
     terminal.refuses(".sock: Not a directory", *START, XDG_RUNTIME_DIR=file)
-    terminal.refuses("AF_UNIX path too long", *START, XDG_RUNTIME_DIR=str(machine.path / ("x" * 100)))
+    too_long = "AF_UNIX path too long; set XDG_RUNTIME_DIR to a shorter folder"
+    terminal.refuses(too_long, *START, XDG_RUNTIME_DIR=str(machine.path / ("x" * 100)))
     if os.getuid() == 0:
         foreign = machine.path / "foreign"
         (foreign / "peerd").mkdir(parents=True)
