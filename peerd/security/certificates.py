@@ -73,6 +73,7 @@ def _whole(certificate: x509.Certificate) -> x509.Certificate:
     public_key(certificate)
     try:
         _ = certificate.extensions, certificate.subject, certificate.issuer
+        _ = certificate.not_valid_before_utc, certificate.not_valid_after_utc  # of the year 0 there is no such thing
     except TypeError as error:  # by the library, for a name of bits
         raise ValueError(str(error)) from None
     return certificate

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -163,6 +163,14 @@ def test_arbitrary_bytes_are_no_certificate(data: bytes) -> None:
     with pytest.raises(PeerError):
         ROOT.issue(data, NOW)
     assert not trust(A).verify("p", b"m", data, data or b"x")
+
+
+def test_a_year_that_no_clock_has_is_seen_as_it_is_read() -> None:
+    whole = der(authority.self_signed(A, datetime(2100, 1, 1, tzinfo=UTC)).certificate)
+    begins = b"20991231230000Z"
+    assert read_der(whole.replace(begins, b"0001" + begins[4:])), "of another year nothing is said yet"
+    with pytest.raises(Untrusted):
+        read_der(whole.replace(begins, b"0000" + begins[4:]))
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from peerd.transport.connection import Connection
 from peerd.transport.errors import Blameless, UserError
 from peerd.transport.ids import Address
 from peerd.transport.memory import MemoryNetwork
-from peerd.transport.messages import EnrolmentRefused, Message, RenewalRequest
+from peerd.transport.messages import Enrolled, EnrolmentRefused, Message, RenewalRequest
 
 NOW = wall_clock.now()
 ROOT = authority.generate(NOW)
@@ -171,7 +171,15 @@ def of_nobody(_: RenewalRequest) -> Message:
     return EnrolmentRefused("no-issuer")
 
 
-@pytest.mark.parametrize("answer", [of_another_key, of_another_authority, of_old, of_nobody])
+def of_year_0(request: RenewalRequest) -> Message:
+    late = datetime(2100, 1, 1, tzinfo=UTC)
+    (one,) = authority.self_signed(ROOT.key, late).issue(request.request, late)
+    signed = one.tbs_certificate_bytes
+    forged = signed.replace(b"20991231", b"00001231")
+    return Enrolled((der(one).replace(signed, forged).replace(one.signature, ROOT.key.private.sign(forged)),), b"")
+
+
+@pytest.mark.parametrize("answer", [of_another_key, of_another_authority, of_old, of_year_0, of_nobody])
 async def test_what_a_bad_issuer_sends_changes_nothing(
     tmp_path: Path, answer: Callable[[RenewalRequest], Message]
 ) -> None:
