@@ -71,6 +71,7 @@ class SharedSecrets:
         self._spread_s = SPREAD_S * (1 + 9 * rng.random())  # issuers that all start again hear of the first one's key
         self._jitter = 1 + rng.random() / 4  # that not all issuers make the next key at once
         self._behind_at: float | None = None  # since when a key is to be made
+        self._made_at = -math.inf  # the last one here; an issuer that goes wrong may leave no number above its own
         self._touched = trio.Event()
         self._unwritten = False
         self._why_unwritten = ""  # as the log said it
@@ -250,7 +251,8 @@ class SharedSecrets:
             return math.inf
         if not self.keyring.is_behind(len(self.revocations)):
             self._behind_at = None
-            return max(self.keyring.newest_since + self._jitter * ROTATE_S, self._began + self._spread_s)
+            last = max(self.keyring.newest_since, self._made_at)
+            return max(last + self._jitter * ROTATE_S, self._began + self._spread_s)
         if self._behind_at is None:
             self._behind_at = now
         # who revokes makes the key, too; others only if it died in between, or keys of two halves have met
@@ -262,6 +264,7 @@ class SharedSecrets:
             secrets.token_bytes(KEY_BYTES), len(self.revocations), self.issuer.sign, self.issuer.issuer_certificate
         )
         self.keyring.add(made, now)
+        self._made_at = now
         self.changed()
 
     # Files ------------------------------------------------------------------------------------------------------------

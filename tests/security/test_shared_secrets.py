@@ -13,11 +13,19 @@ import trio
 from secret_swarm import ISSUER, KEYS, OTHER, ROOT, Node, ends, inline_threads, push_pull
 
 from peerd.security import authority_folder, revocations, secrets_exchange, secrets_folder, shared_secrets, wall_clock
-from peerd.security.keyring import ROTATE_S, SPREAD_S
+from peerd.security.keyring import ROTATE_S, SPREAD_S, Keyring, order
 from peerd.security.secrets_exchange import UNBELIEVED_MAX
 from peerd.security.shared_secrets import FIRST_KEY_S, WRITE_AGAIN_S
 from peerd.transport.errors import PeerError, UserError
-from peerd.transport.messages import Hello, Keys, RevocationList, SecretsHeld, Successors
+from peerd.transport.messages import (
+    COUNT,
+    Hello,
+    KeyGeneration,
+    Keys,
+    RevocationList,
+    SecretsHeld,
+    Successors,
+)
 
 pytestmark = pytest.mark.trio(clock="autojump")
 
@@ -154,6 +162,25 @@ async def test_issuers_that_all_start_again_late_make_no_key_each(tmp_path: Path
             await push_pull(nodes[1], nodes[0])
         assert [node.secrets.keyring.generations[0].number for node in nodes] == [2, 2]
         assert len({node.secrets.keyring.generations[0].key for node in nodes}) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_where_an_issuer_gone_wrong_leaves_no_number_the_others_try_once_a_day(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        (a,) = await started(nursery, tmp_path, 0)
+        before = Keyring(("peerd", ""), lambda *_: "", lambda _: False)
+        before.add(KeyGeneration(COUNT.high, bytes(32), 0, b"", b""), 0.0)
+        last = [
+            before.make(os.urandom(32), 0, ISSUER.sign, ISSUER.issuer_certificate)
+            for _ in range(300)
+        ]  # fmt: skip
+        for one in sorted(last, key=order, reverse=True)[:3]:  # few that a node makes are above them
+            assert a.secrets.keyring.add(one, trio.current_time())
+        a.news = 0
+        with trio.move_on_after(4 * ROTATE_S):
+            while a.news < 10:
+                await trio.sleep(1.0)
+        assert a.news <= 4
         nursery.cancel_scope.cancel()
 
 
