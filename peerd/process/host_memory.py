@@ -1,11 +1,13 @@
 """How much of the host's memory will a model take here? Told before it is taken: a node killed for it says nothing.
 
-In copies of the model in float32, 4 bytes a value, in the daemon and what it shares with its trainer. Where the host
-has less than all links may come to, the node looks for fewer partners.
+In copies of the model in float32, 4 bytes a value, in the daemon and what it shares with its trainer. Where the host,
+or the container or job that the node runs in, has less than all links may come to, it looks for fewer partners.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +21,7 @@ A_PUSHED_LINK = 4  # with a push under way: what both ends know of it, and of on
 A_ROUND = 6  # of a mode without links: what is read, contribution, sum, what all agreed on, what a codec dropped, work
 WORTH_A_LINE = 1 << 30  # bytes
 MEMINFO = Path("/proc/meminfo")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,40 @@ def copies(mode: str, view: int, values: int) -> tuple[int, int]:
 
 
 def available() -> int | None:
-    """Bytes that the host has left for new memory; None where it does not tell."""
+    """Bytes that the host has left for new memory, and lets this process have; None where it does not tell."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
     kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * kib[0] if kib else None
+    return min([1024 * kib[0], *_left_by_cgroups()]) if kib else None
+
+
+def _left_by_cgroups() -> Iterator[int]:
+    """What each of them that this process is in, and that has a limit, may still take (cgroups(7), both versions).
+
+    A container sees its own group as the top of all, by whatever path the kernel calls it.
+    """
+    own = ""
+    with suppress(OSError):
+        own = OWN_CGROUPS.read_text()
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, limit, used, unneeded = CGROUPS, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, used, unneeded = (
+                CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+            )  # fmt: skip
+        else:
+            continue
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top):
+                with suppress(OSError, ValueError, LookupError):  # there is none, or it has no limit
+                    most, taken = (int((group / name).read_text()) for name in (limit, used))
+                    rows = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                    yield max(0, most - taken + int(rows[unneeded]))
 
 
 def told(mode: str, view: int, values: int) -> Told | None:

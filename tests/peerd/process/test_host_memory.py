@@ -18,6 +18,8 @@ def free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "meminfo"
     path.write_text("MemTotal:       98765432 kB\nMemFree:        1 kB\nMemAvailable:   62500000 kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", path)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "own")
     return path
 
 
@@ -59,6 +61,31 @@ def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
     assert told is not None
     assert (told.warns, told.view) == (True, 3)
     assert told.line.endswith("and there is 64.0 GB; that may be too little")
+
+
+def limited(folder: Path, names: tuple[str, str], limit: str) -> None:
+    """A group that uses 5 GB, 2 of them for what the disk has as well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text("5000000000\n")
+    (folder / "memory.stat").write_text("anon 3\ninactive_file 2000000000\ntotal_inactive_file 2000000000\n")
+
+
+@pytest.mark.parametrize("outer", ["max", "40000000000", "12000000000"])
+@pytest.mark.parametrize("named", [True, False], ids=["by its path", "as the top of all"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_container_or_a_job_may_take_is_what_there_is(free: Path, version: int, named: bool, outer: str) -> None:
+    """By its path where it sees all groups; a container sees its own alone, which it may know by another path."""
+    names, top, hierarchy = {
+        1: (("memory.limit_in_bytes", "memory.usage_in_bytes"), free.parent / "cgroups" / "memory", "4:cpu,memory"),
+        2: (("memory.max", "memory.current"), free.parent / "cgroups", "0:"),
+    }[version]
+    (free.parent / "own").write_text(f"9:name=systemd:/else\n{hierarchy}:/job/step\n")
+    limited(top / "job" if named else top, names, outer)
+    if named:
+        limited(top / "job" / "step", names, "20000000000")
+    limits = [20e9] * named + [float(one) for one in (outer,) if one != "max"]
+    assert host_memory.available() == min([62500000 * 1024, *(limit - 3e9 for limit in limits)])
 
 
 def test_a_host_that_does_not_tell_gets_no_warning(free: Path) -> None:
