@@ -402,8 +402,9 @@ def _announce(settings: Settings, bound: Address, reached: Address, command: lis
         options += ["--rdma-allow-fallback"] if settings.rdma_allow_fallback else []
         theirs = _of_another(command)
         words = [*theirs, *options] if len(theirs) <= 1 else [*options, "--", *theirs]
+        run = f"PEERD_RUN={settings.run} " if settings.run else ""
         on = "" if issues else " on the swarm's first node"  # one that was let in, and that asks nobody now
         cure = "" if "TOKEN" not in options else f"; peerd token{on} prints the TOKEN"
-        LOGGER.info("listening on %s; others join with: peerd start %s%s", here, shlex.join(words), cure)
+        LOGGER.info("listening on %s; others join with: %speerd start %s%s", here, run, shlex.join(words), cure)
     if settings.insecure_plaintext and not local:
         LOGGER.warning("connections are neither encrypted nor authenticated: use a network that you trust")

@@ -55,3 +55,10 @@ def test_who_pastes_it_is_not_refused_for_the_mode(
     caplog.set_level(logging.INFO)
     main._announce(settings, AT, AT, ["train.py"], issues=True)
     assert caplog.messages == [f"listening on 127.0.0.1:7946; others join with: peerd start train.py {OPTIONS} {told}"]
+
+
+def test_nor_for_the_run_which_has_no_option(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    main._announce(Settings(run="fold-2"), AT, AT, ["train.py"], issues=True)
+    line = f"listening on 127.0.0.1:7946; others join with: PEERD_RUN=fold-2 peerd start train.py {OPTIONS}"
+    assert caplog.messages == [line]
