@@ -46,9 +46,12 @@ def joined(values: torch.Tensor, carry: torch.Tensor) -> torch.Tensor:
 
 
 def split(exact: torch.Tensor, values: torch.Tensor, carry: torch.Tensor) -> None:
-    """Make float32 values, shape (count,), weights and their carry: finite ones, none beyond the largest bfloat16."""
+    """Make float32 values, shape (count,), weights and their carry: finite ones, none beyond the largest bfloat16.
+
+    What is beyond another type is the largest of that, and the rest is carried.
+    """
     if values.dtype != torch.bfloat16:
-        values.copy_(exact)
+        values.copy_(_within(exact, values.dtype))
         carry.copy_(exact - values.float())
         return
     if (kernels := _kernels(exact, values, carry)) is not None:
@@ -76,6 +79,8 @@ def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, were: to
     moved = were.float() + (after.float() - before)
     if were.dtype == torch.bfloat16:
         moved = (_rounded(moved) << _LOWER_BITS).view(torch.float32)
+    else:
+        moved = _within(moved, were.dtype)
     were.copy_(torch.where(broken, after.float(), moved))
     values.copy_(torch.where(broken, values, after))
 
@@ -83,6 +88,12 @@ def add(delta: torch.Tensor, values: torch.Tensor, carry: torch.Tensor, were: to
 def _rounded(exact: torch.Tensor) -> torch.Tensor:
     """The upper halves of float32 values, as whole numbers; a tie goes away from zero."""
     return (exact.view(torch.int32) + _ROUNDING) >> _LOWER_BITS
+
+
+def _within(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An infinity of float16, which ends at 65504, would stay one: nothing that is added to it makes it a number."""
+    largest = torch.finfo(dtype).max
+    return exact.clamp(-largest, largest)
 
 
 def _kernels(*tensors: torch.Tensor) -> ctypes.CDLL | None:

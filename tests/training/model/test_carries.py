@@ -110,3 +110,14 @@ def test_small_corrections_add_up_and_the_base_moves_as_the_weights_do(compiled:
     assert torch.equal(weights, base)
     assert float((weights.double() - expected).abs().max()) <= 4 * 2.0**-8 / 2 + 1e-5
     assert not math.isclose(float((weights - exact.to(dtype)).abs().max()), 0.0), "some were moved"
+
+
+@given(st.lists(st.tuples(*[st.floats(-65504, 65504, width=16)] * 2, st.floats(-2e5, 2e5, width=32)), min_size=1))
+def test_a_correction_beyond_float16_is_carried_and_leaves_finite_weights(found: list[tuple[float, ...]]) -> None:
+    held, was, moves = (torch.tensor(each) for each in zip(*found, strict=True))
+    weights, base, carry = held.half(), was.half(), torch.zeros(len(held))
+    for delta in (moves, -moves):
+        add(delta, weights, carry, base)
+        assert bool(weights.isfinite().all())
+        assert bool(base.isfinite().all()), "what a rollback would bring back"
+    assert joined(weights, carry).tolist() == (held + moves - moves).tolist()
