@@ -103,7 +103,7 @@ class Gossip(PartneredMode[PairLink]):
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._allowances = PairAllowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
-        self._looked = False  # at the model that the first steps start from
+        self._looked = False  # at the model that was there when the first peers came
         self._step_time = StepTime()
         self._choice = CodecChoice(self.counts, self._step_time)
         self._concentration = Concentration(layout) if settings.codec == AUTO else None  # then it chooses
@@ -172,7 +172,8 @@ class Gossip(PartneredMode[PairLink]):
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._reclaim()
-        if self._settings.robust and not self._looked:
+        # what was gone before, alone, nobody has counted the steps of: it is no measure of one
+        if self._settings.robust and alive and not self._looked:
             self._allowances.look(self._values())
             self._looked = True
         self._allowances.keep(alive)
