@@ -95,6 +95,19 @@ def test_who_went_is_forgotten_though_its_last_push_came_after_the_news(mode: st
     assert "b" not in allowances._left.keys() | allowances._distances.keys()
 
 
+@pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum", "noloco"])
+def test_what_a_node_has_gone_alone_does_not_widen_what_those_who_come_may_do(mode: str) -> None:
+    """It counted as the way to its first exchange, and so did that among all that followed."""
+    swarm = OneStart(2, SIZE, "float32", mode=mode, robust=True)
+    swarm.peers("a", set())
+    own = swarm.nodes["a"].core._allowances
+    for _ in range(1000):
+        swarm.step("a", 0.01)
+    assert own._path > 100 * REACH_MIN, "it has gone far"
+    swarm.peers("a", {"b"})
+    assert own.of("b", 1.0) == REACH_MIN
+
+
 @given(st.integers(2, 12), st.floats(0.1, 10))
 def test_liars_do_not_fill_each_others_allowances_for_ever(liars: int, path: float) -> None:
     allowances = Allowances(1)
