@@ -1026,3 +1026,28 @@ def test_steps_that_a_node_has_made_alone_do_not_widen_what_those_who_come_may_d
         swarm.settle()
     assert node.core.counts["exchanges"] > 20
     assert float(np.linalg.norm(node.core._allowances._way)) < 1.1 * 60 * float(np.linalg.norm(step))
+
+
+@pytest.mark.parametrize(("count", "trainers"), [(4, "a"), (6, "ab"), (6, "abc"), (8, "abcd")])
+def test_what_only_some_train_comes_to_all_and_nobody_is_left_alone_for_it(count: int, trainers: str) -> None:
+    """A head for what the others do not see, or a layer that they have not unfrozen yet: one tensor of four."""
+    swarm = GossipSwarm(count, 11, AUTO, "change:0.05", dtype="float32", robust=True)
+    start = swarm.nodes["a"].x.copy()
+    for node in swarm.nodes.values():
+        node.x = node.base = start.copy()
+    swarm.everyone_alive()
+    swarm.settle()
+    for _ in range(300):
+        for name in swarm.nodes:
+            step = 0.05 * swarm.rng.normal(size=11)
+            step[5:8] = step[5:8] + 0.01 if name in trainers else 0.0
+            step[8:] = 0.0  # nobody trains this one
+            swarm.step(name, step)
+        swarm.settle()
+    apart = [float(np.linalg.norm(node.x[5:8] - start[5:8])) for node in swarm.nodes.values()]
+    assert min(apart) > 0.5 * max(apart) > 0.1
+    swarm.end()
+    assert swarm.spread() < 0.01
+    assert not any(node.core.counts["graylisted"] for node in swarm.nodes.values())
+    assert all(float(np.linalg.norm(node.x[5:8] - start[5:8])) > 0.5 * max(apart) for node in swarm.nodes.values())
+    assert all(float(np.linalg.norm(node.x[8:] - start[8:])) < 0.05 * max(apart) for node in swarm.nodes.values())

@@ -225,6 +225,21 @@ def test_a_newcomers_steps_count_from_its_first_report_on(begins_at: int) -> Non
     assert widened == pytest.approx(RATE / 4 * STEP_MIN * 5, rel=0.11)
 
 
+@pytest.mark.parametrize("rounded", [0.0, 1e-7])
+def test_what_no_own_step_has_moved_counts_as_gone_as_far_as_the_rest_value_for_value(rounded: float) -> None:
+    layout = Layout(8, 10, (), (4, 6, 8, 10))
+    allowances, values = PairAllowances(layout), np.ones(10)
+    for number in range(5):
+        allowances.look(values, number, 1.0)
+        values = values + np.array([1.0, 1.0, 1.0, 1.0, rounded, 0.0, 0.0, 0.0, 0.0, 0.0])
+    allowances.look(values, 5, 1.0)
+    before = allowances.limits("a", "abcd")
+    values = values + np.array([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.1, 0.1, 0.0, 0.0])
+    allowances.look(values, 6, 1.0)
+    grown = (allowances.limits("a", "abcd") - before) / (RATE / 4)
+    assert grown.tolist() == pytest.approx([2.0, (2 * 4.02 / 6) ** 0.5, 0.02**0.5, 0.0])
+
+
 def test_a_jump_of_the_step_number_is_no_way() -> None:
     allowances, values, before = after_eleven_steps()
     allowances.look(values, 1_000_000, 1.0)
