@@ -400,14 +400,14 @@ class Leader:
         alike = len(in_common) == 1 and (0, b"") not in in_common
         whole = (final and ends_whole(self._settings)) or not self._differences or not alike
         lengths = [length for id in roster for length in reports[id].lengths] if alike and not self._gradients else []
-        codec = self._settings.codec
+        codec = EXACT_CODEC if len(roster) == 1 else self._settings.codec  # where nothing travels nothing need be lost
         if codec == AUTO:
             codec = self._choice.codec(reports[id].concentration for id in roster)
         self._choice.begins(now, usual=codec == EXACT_CODEC or not (whole or final))
         return RoundBegin(
             number,
             attempt,
-            EXACT_CODEC if whole else LAST_CODEC if final else codec,
+            EXACT_CODEC if whole else LAST_CODEC if final and len(roster) > 1 else codec,
             way,
             whole,
             final,

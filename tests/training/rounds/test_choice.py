@@ -110,6 +110,26 @@ def test_members_are_told_the_codec_by_what_they_learn(kind: str, codec: str) ->
         assert node.core.counts[f"rounds_{codec}"] >= node.core.counts["rounds"] - 1
 
 
+@pytest.mark.parametrize("codec", [settings_of("allreduce", ModeSettings()).codec, "int8", SPARSE])
+@pytest.mark.parametrize("overlap", ["quorum", "blocking", "delayed"])
+def test_a_lone_members_model_is_what_its_steps_have_made_of_it(codec: str, overlap: str) -> None:
+    """Nothing travels, so nothing need be lost: by a lossy codec digits ended ten points below training alone."""
+    swarm = RoundSwarm("a", 400, codec=codec, overlap=overlap, every=0 if codec == "auto" else 3)
+    swarm.settle()
+    node = swarm.nodes["a"]
+    expected = node.x.copy()
+    for _ in range(40):
+        if not node.waits:
+            move = swarm.rng.standard_normal(400)
+            expected += move
+            swarm.step("a", move)
+        swarm.now += 1.0
+        swarm.settle()
+    swarm.finish("a")
+    assert node.core.counts["rounds"] >= 2
+    assert np.allclose(node.x[:300], expected[:300], rtol=1e-5, atol=1e-4)
+
+
 def test_what_one_bit_a_value_loses_stays_in_the_members_own_model() -> None:
     """And the mean of all is where their steps have brought it."""
     swarm = trained()
