@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from peerd.transport.printable import printable
 LOOK_EVERY_S = 1.0
 POINTS_MAX = 40  # of a trend, that it fits a narrow terminal
 LEVELS = "▁▂▃▄▅▆▇█"
+VALUE_MAX = 1e300  # in a trend
 
 
 class Trend:
@@ -32,8 +32,8 @@ class Trend:
         self._sum, self._count = 0.0, 0  # of the point that is not full yet
 
     def add(self, value: float) -> None:
-        """One look's; what is not finite is in no mean."""
-        if not math.isfinite(value):
+        """One look's; what is not finite, or so large that sums are not, is in no mean."""
+        if not abs(value) <= VALUE_MAX:
             return
         self._sum, self._count = self._sum + value, self._count + 1
         if self._count < self._looks_a_point:

@@ -50,6 +50,15 @@ def test_a_trend_has_all_that_was_seen_in_few_points(values: list[float]) -> Non
         assert {drawn[points.index(min(points))], drawn[points.index(max(points))]} == {LEVELS[0], LEVELS[-1]}
 
 
+@given(st.lists(st.floats(), min_size=1, max_size=500))
+def test_a_trend_is_drawn_of_any_numbers(values: list[float]) -> None:
+    """A loss that diverges goes through all that a float can be; 1e308 twice is more, and so is it from -1e308 on."""
+    trend = Trend()
+    for value in [*values, 1e308, 1e308, -1e308]:
+        trend.add(value)
+        assert len(trend.drawn()) == len(trend.points)
+
+
 def test_what_is_measured_between_two_looks() -> None:
     first, second = answer(10), answer(40, loss=math.nan)
     found = measures(first, second, 2.0)
