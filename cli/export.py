@@ -41,11 +41,12 @@ def _complete(node: Path, path: Path) -> dict[str, Any]:
     from peerd.trainer.complete import write_complete
 
     check_folder(path)
-    (me,) = (row for row in request(node, "members")["members"] if row["self"])
     checkpoints = Path(request(node, "info")["state_dir"]) / "checkpoints"
     shared = path.with_name(f".{path.name}.{os.getpid()}.shared.safetensors")
     try:
+        # before it is asked who it is: one that leaves without a model is no member any more, and says so here
         answer = request(node, "export", path=str(shared))
+        (me,) = (row for row in request(node, "members")["members"] if row["self"])
         tensors, untold = write_complete(path, shared, checkpoints, str(me["model"]))
     finally:
         shared.unlink(missing_ok=True)

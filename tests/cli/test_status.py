@@ -313,3 +313,21 @@ def test_what_was_not_set_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) ->
     assert [row.split(maxsplit=1) for row in rows] == [
         ["name", "a"], ["issuers", "a, b"], ["run", "-"], ["join", "-"], ["wait_for", "1"],
     ]  # fmt: skip
+
+
+def test_a_whole_export_of_a_node_that_leaves_without_a_model_is_refused_in_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such a node is not among the members that it shows, as it waits for its script's end."""
+
+    def request(node: Path, verb: str, /, **arguments: Any) -> dict[str, Any]:
+        if verb == "export":
+            raise UserError("this node has no model yet")
+        return {"members": [], "state_dir": str(tmp_path)}
+
+    monkeypatch.setattr("peerd.cli.export.find_node", lambda name: Path("a.sock"))
+    monkeypatch.setattr("peerd.cli.export.request", request)
+    done = CliRunner().invoke(app, ["export", "--complete", f"{tmp_path}/m.safetensors"])
+    assert isinstance(done.exception, UserError), done.exception
+    assert str(done.exception) == "this node has no model yet"
+    assert not [*tmp_path.iterdir()]
