@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -73,6 +74,10 @@ def check_report(path: Path) -> None:
         raise UserError(f"--report {path}: the name must end in .html")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--report {path}: no such folder: {path.absolute().parent}")
+    if path.is_dir():
+        raise UserError(f"--report {path}: this is a folder")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"--report {path}: you may not write there; say where you may")
 
 
 def write_report(path: Path, text: str) -> None:

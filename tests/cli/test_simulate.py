@@ -307,6 +307,21 @@ def test_bad_input_gets_one_clear_line(words: list[str], says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("may_write", "why"), [(True, "this is a folder"), (False, "you may not write there")])
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, may_write: bool, why: str
+) -> None:
+    """Not after it: what an hour has simulated would be gone."""
+    monkeypatch.setattr("peerd.cli.simulate.run_scenario", None)
+    report = tmp_path / "plan.html"
+    if may_write:
+        report.mkdir()
+    else:
+        monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=f"^--report {report}: {why}"):
+        CliRunner().invoke(app, ["simulate", "--minutes", "1", "--report", str(report)], catch_exceptions=False)
+
+
 def test_a_model_that_no_node_takes_is_not_planned() -> None:
     words = ["simulate", "--problem", "bytes", "--steps", "1", "--peers", "2", "--parameters", str(VALUES_MAX + 1)]
     result = CliRunner().invoke(app, words)
