@@ -75,14 +75,19 @@ class Outer:
         self._run, self._every = run, every
         self._parameters = list(run.model.parameters())
         self._agreed = torch.nn.utils.parameters_to_vector(self._parameters).detach().clone()
+        self._since = 0  # steps after the last outer one
 
     def step(self, number: int) -> None:
         self._run.step(number)
+        self._since += 1
         if (number + 1) % self._every == 0:
             self.end()
 
     @torch.no_grad()
     def end(self) -> None:
+        if not self._since:  # an outer step of no steps moves the model by momentum alone, and costs as much
+            return
+        self._since = 0
         came = self._agreed - torch.nn.utils.parameters_to_vector(self._parameters)
         self._agreed -= self.outer_step(came)
         torch.nn.utils.vector_to_parameters(self._agreed.clone(), self._parameters)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.versus.__main__ import Kept, best, main, middle, row_of, span
 from benchmarks.versus.cell import Cell, run
 from benchmarks.versus.judge import Look, bytes_at, moments, newest, reached
-from benchmarks.versus.rivals import RIVALS, SparseLoCo
+from benchmarks.versus.rivals import RIVALS, DiLoCo, SparseLoCo
 from peerd.training.tasks import TASKS
 
 instants = st.lists(st.floats(0, 1e3), min_size=1, max_size=8, unique=True).map(sorted)
@@ -86,10 +86,26 @@ def test_sparse_outer_steps_keep_what_they_drop() -> None:
         with torch.no_grad():
             flat = rival._agreed - came
             torch.nn.utils.vector_to_parameters(flat, task.model.parameters())
+        rival._since = 1
         rival.end()
     moved = start - rival._agreed
     assert moved.abs().sum() > 0
     torch.testing.assert_close(moved + rival._error[: len(start)], 3 * came, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_last_outer_step_is_of_steps() -> None:
+    """A run whose steps are a multiple of the period has made it: another would be of the momentum alone."""
+    task = TASKS["digits"].prepare([])
+    rival = DiLoCo(task, 2)
+    for number in range(4):
+        rival.step(number)
+    agreed = rival._agreed.clone()
+    rival.end()
+    torch.testing.assert_close(rival._agreed, agreed, rtol=0, atol=0)
+    rival.step(4)
+    rival.end()
+    assert not torch.equal(rival._agreed, agreed)
 
 
 @pytest.mark.one_run_in(3)
