@@ -14,6 +14,7 @@ stand in TARGETS. Finished cells are kept, so that a run that was ended goes on.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -63,12 +64,21 @@ class Kept:
 
     def result(self, cell: Cell, target: float) -> Result:
         """Of a cell; it is run unless it was, by this code."""
-        key = f"{cell.key()} {target:g} {sources()}"
+        key = f"{cell.key()} {target:g} {code()}"
         if key not in self._found:
             self._found[key] = run(cell, target)
             with self._path.open("a") as file:
                 file.write(json.dumps([key, self._found[key]]) + "\n")
         return self._found[key]
+
+
+def code(folder: Path = Path(__file__).parent) -> str:
+    """A digest of what a run comes of: peerd's sources, and the files here but this one, which shows what came."""
+    digest = hashlib.sha256(sources().encode())
+    for path in sorted(folder.glob("*.py")):
+        if path.name != Path(__file__).name:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:32]
 
 
 def best(results: Sequence[Result]) -> str:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.versus.__main__ import Kept, best, main, middle, row_of, span
+import benchmarks.versus.__main__ as versus
+from benchmarks.versus.__main__ import Kept, best, code, main, middle, row_of, span
 from benchmarks.versus.cell import Cell, run
 from benchmarks.versus.judge import Look, bytes_at, moments, newest, reached
 from benchmarks.versus.rivals import RIVALS, DiLoCo, SparseLoCo
@@ -118,6 +119,19 @@ def test_a_tiny_run(row: str, tmp_path: Path) -> None:
     assert found["seconds"] is not None
     assert found["accuracy"] > 0.5
     assert Kept(tmp_path / "cells").result(cell, 0.3) == found, "kept"
+
+
+def test_a_finished_run_is_of_the_code_of_rivals_too(tmp_path: Path) -> None:
+    here = Path(versus.__file__).parent
+    for path in here.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    assert code(tmp_path) == code()
+    with (tmp_path / "__main__.py").open("a") as file:
+        file.write("# other columns\n")
+    assert code(tmp_path) == code()
+    with (tmp_path / "rivals.py").open("a") as file:
+        file.write("# another rival\n")
+    assert code(tmp_path) != code()
 
 
 def test_a_worker_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
