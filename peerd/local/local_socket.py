@@ -180,13 +180,19 @@ class LocalSocket:
             raise UserError(f"{verb}: {error.object!r} is not UTF-8") from None
         except OverflowError:
             raise UserError(f"{verb}: a number is too large") from None
-        while (answer := self.receive(LOOK_EVERY_S)) is None:
+        while (answer := self._answer()) is None:
             meanwhile()
             if _stopped(pid := self._pid()):
                 raise UserError(f"the node's process {pid} is stopped and cannot answer; kill -CONT {pid} lets it")
         if "error" in answer:
             raise (NodeStarts if answer.get("starts") else UserError)(str(answer["error"]))
         return answer
+
+    def _answer(self) -> dict[str, Any] | None:
+        try:
+            return self.receive(LOOK_EVERY_S)
+        except ValueError as error:
+            raise UserError(f"what listens at {self.path} is no node of this version of peerd: {error}") from None
 
     def _pid(self) -> int:
         """Whose socket this was when it began to listen."""

@@ -6,8 +6,10 @@ import json
 import re
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -126,6 +128,31 @@ def test_a_node_that_hangs_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> No
         hangs.listen()
         told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
     assert json.loads(told.stdout) == [{"name": "a", "error": "the node does not answer"}]
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\1\0\0\0\xc1", b"\1\0\0\0\x90"])
+def test_what_is_no_node_hides_none(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    """Any program may listen in that folder; what it says is no message, or no map."""
+
+    def answer(listener: socket.socket) -> None:
+        for _ in range(2):  # first it is only looked whether somebody listens
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(said)
+                connection.recv(1 << 10)
+
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as other:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        local_socket.runtime_dir().mkdir(mode=0o700)
+        other.bind(str(path := local_socket.socket_path("a")))
+        other.listen()
+        thread = Thread(target=answer, args=[other])
+        thread.start()
+        told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
+        thread.join()
+    (row,) = json.loads(told.stdout)
+    assert row["name"] == "a"
+    assert row["error"].startswith(f"what listens at {path} is no node of this version of peerd: ")
 
 
 @pytest.mark.parametrize("other", [["--watch"], ["--name", "a"], ["--format", "prometheus"]])
