@@ -72,9 +72,11 @@ class OptimizerState:
             for part in self._parts:
                 part.register_step_post_hook(lambda stepped, *_: self.give_back(stepped))
         for (part, group), taken in zip(self._groups, self._rates.double().sum(1).tolist(), strict=False):
-            if "initial_lr" in group:
-                self._own.append((part, group, float(group["lr"]), taken))
+            own = float(group["lr"])
             _put_rate(group, taken)
+            if "initial_lr" in group:
+                # as it is held: float32, as a tensor's may be, has fewer digits than what was taken
+                self._own.append((part, group, own, float(group["lr"])))
 
     def give_back(self, stepped: Any = None) -> None:
         """To the groups of the optimizer that has stepped, or all: their own rates, where they have no newer ones."""

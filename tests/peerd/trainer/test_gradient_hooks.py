@@ -340,6 +340,20 @@ def test_a_schedule_of_the_takers_own_goes_on_from_its_own_rate() -> None:
     assert used[-1] == pytest.approx(0.02)
 
 
+def test_a_rate_in_float32_is_given_back_whatever_digits_the_swarms_has() -> None:
+    """One script keeps its rate in a tensor, as a CUDA graph needs, and others' are floats: 0.1 is none of float32."""
+    model = normed()
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    state = OptimizerState(optimizer, FlatModel(model, optimizer).pieces)
+    state.tensors()["optimizer.lr"][0] = torch.tensor([0.1, 0.1 - float(torch.tensor(0.1)), 0.0])
+    state.take_rates()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    backward(model, 0)
+    optimizer.step()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+
+
 def test_a_group_without_a_schedule_keeps_the_rate_and_one_that_was_loaded_anew_is_found() -> None:
     model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
