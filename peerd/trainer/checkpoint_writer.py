@@ -158,4 +158,5 @@ class CheckpointWriter:
             self._thread.start()
             _THREADS[self._folder] = self._thread
         except RuntimeError:  # this machine, or its container, has as many as it may have
+            self._thread = threading.Thread()  # for one that never ran holds its work, and so a copy of the model
             work()

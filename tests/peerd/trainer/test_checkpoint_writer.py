@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -220,15 +222,23 @@ def test_which_checkpoint_is_left_when_one_is_not_written_is_told(
 
 
 def test_a_machine_that_gives_no_thread_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the copy of the model in its memory no longer than that is written."""
     saved = []
+    copies: list[weakref.ref[torch.Tensor]] = []
     monkeypatch.setattr(checkpoint, "save", lambda _, generation: saved.append(generation.step))
 
     def refuses(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    def capture(step: int, stands: bool) -> checkpoint.Generation:
+        copy = torch.zeros(1)
+        copies.append(weakref.ref(copy))
+        return checkpoint.Generation(step, "signature", {"model.weight": copy}, None)
+
     monkeypatch.setattr(threading.Thread, "start", refuses)
-    kept = CheckpointWriter(FOLDER, 1.0, NoRest(), generation)  # type: ignore[arg-type]
+    kept = CheckpointWriter(FOLDER, 1.0, NoRest(), capture)  # type: ignore[arg-type]
     kept.write(1)
+    assert copies[0]() is None
     kept.write_last(2)
     assert saved == [1, 2]
 
