@@ -118,7 +118,7 @@ class TrainerStatus:
 
     def take(self, last: LastStep) -> None:
         """Take in what it noted of its last step."""
-        self.step, self.samples = max(self.step, last.step), last.samples
+        self.step, self.samples = last.step, last.samples
         self.loss = last.loss if math.isfinite(last.loss) else self.loss
         self.lr, self.lr_max = last.lr, max(self.lr_max, last.lr_max)
         self.metrics.update(last.metrics)

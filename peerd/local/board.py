@@ -35,7 +35,7 @@ LOOKS_MAX = 10  # at figures that change meanwhile
 class LastStep:
     """What a trainer says of its last step."""
 
-    step: int
+    step: int  # or that of the swarm's model, which it has taken over since
     samples: int  # since it came
     at: float  # when, on the machine's monotonic clock
     loss: float  # NaN: it said none
@@ -120,6 +120,11 @@ class Board:
                 self._takes({name: number})
         _FIGURES.pack_into(self._page, _FIGURES_AT, step, samples, at, loss, lr, lr_max, self._packed_bytes)
         self._numbers[_VERSION] += 1
+
+    def go_on_from(self, step: int) -> None:
+        """The model is of this step now, which it has not made; before its first one it has no figures to say so in."""
+        if self._numbers[_VERSION]:
+            self._numbers[_FIGURES_AT // 8] = step
 
     def _takes(self, metrics: Mapping[str, float]) -> bool:
         """Whether there is room for these beside those that are there; then they are."""

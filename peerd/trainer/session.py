@@ -684,6 +684,7 @@ class Session:
             if said.step < self.step:  # this node was cut off, and went further alone
                 self._passed = said.step
             self.step = said.step
+            self._board.go_on_from(self.step)
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
                 self._states.take_rates()  # the step that follows is of that model
             self._came = None

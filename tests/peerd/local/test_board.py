@@ -47,6 +47,16 @@ def test_figures_are_read_as_they_were_noted(
     assert daemons.last_step() == LastStep(step + 1, samples, at, loss, lr, 2 * lr, metrics), "what was not said stays"
 
 
+@given(step=steps, theirs=steps)
+def test_the_step_of_a_model_that_was_taken_over_stands_with_the_last_figures(step: int, theirs: int) -> None:
+    trainers, daemons = two_views()
+    trainers.go_on_from(theirs)
+    assert daemons.last_step() is None
+    trainers.note(step, 8, 1.0, 0.5, 0.1, 0.2, {"accuracy": 0.5})
+    trainers.go_on_from(theirs)
+    assert daemons.last_step() == LastStep(theirs, 8, 1.0, 0.5, 0.1, 0.2, {"accuracy": 0.5})
+
+
 @given(quiet=st.builds(Quiet, numbers, steps, steps, steps, steps), copy=st.integers(0, 1), others=st.integers(0, OVER))
 def test_what_the_daemon_says_is_read_as_it_was_said(quiet: Quiet, copy: int, others: int) -> None:
     trainers, daemons = two_views()

@@ -464,6 +464,33 @@ def test_checkpoints_of_a_past_that_the_swarm_did_not_take_are_put_aside(
     assert f"checkpoints of later steps than 3 are in {aside} now" in capsys.readouterr().err
 
 
+def test_the_step_of_a_swarms_model_is_shown_though_it_is_an_earlier_one(path: Path) -> None:
+    """Who was cut off alone comes back to less than it had made: its status went on to show that, with no report."""
+    nodes = list[Node]()
+
+    async def look(node: Node) -> None:
+        nodes.append(node)
+
+    def shown() -> int:
+        status = trio.from_thread.run_sync(lambda: nodes[0].side.status)
+        assert status is not None
+        return status.step
+
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            for _ in range(10):
+                swarm.step()
+            assert shown() == 10
+            own = swarm._session
+            assert own is not None
+            own._obey(Load(own._client.published_to, 3))
+            assert shown() == 3
+            swarm.step()
+            assert shown() == 4
+
+    with_daemon(path, script, look, trigger="change:1000")
+
+
 def test_no_checkpoint_holds_a_model_that_is_not_finite(path: Path) -> None:
     """Though no loss tells of it and nothing else has the model looked at."""
 
