@@ -264,6 +264,9 @@ class StreamConnection:
                     self._stream.send_some([b"".join(map(bytes, frames(NO_TLS)))])
             self.drop(ConnectionLost(f"{self.remote}: closed, it broke the rules"))
             raise type(error)(f"{self.remote}: {error}") from None
+        except MemoryError:  # a limit on this process: what the peer sends is no larger than it may be
+            self.drop(ConnectionLost(f"{self.remote}: closed, no memory for what it sends"))
+            raise Blameless(f"{self.remote}: this node has no memory for what it sends") from None
         except ConnectionLost as lost:
             raise self._dropped(lost) from None
         return message
@@ -295,6 +298,8 @@ class StreamConnection:
         except ConnectionLost as lost:
             # not closed: what the peer sent before it went, a Refuse perhaps, can still be received
             self._send_queue.close(ConnectionLost(*lost.args))  # without its traceback, which has the chunks
+        except MemoryError:  # this task is the daemon's, and would end it
+            self.drop(ConnectionLost(f"{self.remote}: closed, no memory to send"))
         except BaseException:
             self.drop(ConnectionLost(f"{self.remote}: closed here"))
             raise

@@ -80,6 +80,22 @@ async def test_a_stopped_reader_is_given_up_in_virtual_time() -> None:
         assert await receive_until_lost(far) == []
 
 
+async def test_no_memory_to_send_with_ends_that_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What seals a chunk takes some; the task that sends is in the daemon's own nursery."""
+
+    def no_memory(_: object) -> int:
+        raise MemoryError
+
+    async with linked() as (network, near, far):
+        monkeypatch.setattr(near._stream, "send_some", no_memory)
+        await near.send(BULK)
+        with pytest.raises(ConnectionLost, match="b:1: closed, no memory to send"):
+            await near.receive()
+        assert await receive_until_lost(far) == []
+        again = await network.transport("a").dial(("b", 1))
+        await again.aclose()
+
+
 async def test_a_peer_that_stops_in_the_middle_is_given_up() -> None:
     async with linked() as (_, near, far):
         near._stream.send_some([b"".join(frames(LinkClosed(1)))[:20]])

@@ -148,6 +148,26 @@ async def test_an_error_by_what_a_peer_sent_drops_that_peer_alone(
     assert [line.partition(" (")[0] for line in caplog.messages] == ["dropped the bad one"]
 
 
+async def test_a_chunk_for_which_there_is_no_memory_ends_its_connection_and_blames_nobody(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> Any:
+        raise MemoryError
+
+    async with setting("large", "good") as there:
+        large, good = await there.dial("large"), await there.dial("good")
+        monkeypatch.setattr(FrameReader, "_read_chunk", no_memory)
+        await large.send(ModelSnapshot(1, "float32", (bytes(1 << 20),)))
+        assert await is_closed(large)
+        monkeypatch.undo()
+        await good.send(LinkOpen(2))
+        await trio.sleep(1)
+        assert there.heard == [("good", LinkOpen(2))]
+    assert there.peers.offences.counts == {"strikes": 0, "peers_refused": 0, "unforeseen_errors": 0}
+    told = [line.partition(")")[2] for line in caplog.messages]
+    assert told == [": this node has no memory for what it sends"]
+
+
 @pytest.mark.parametrize("identity", ["good", None, ""])
 async def test_strangers_have_no_member_refused_that_shares_their_host(identity: str | None) -> None:
     async with setting("good") as there:
