@@ -297,18 +297,20 @@ class TrainerService:
             comes = decoded(message, FROM_TRAINER)
         except ValueError:
             comes = None
-        refusal = self._busy(comes, connection)
+        passing = self._not_now(comes, connection)
+        refusal = passing or self._busy(comes)
         if refusal is None and (refusal := self._unfit(comes)) is not None:
             tell_unfit()
         if not isinstance(comes, Attach) or refusal is not None:
-            await connection.send({"error": refusal})
+            await connection.send({"error": refusal, "passes": passing is not None})
             return
         if self.mode is None:  # later what there is to take is taken
             self._tell_memory(comes.total)
         try:
             memory = SharedMemory(connection.fds[0], comes.total, comes.gradients)
         except (OSError, ValueError) as error:
-            await connection.send({"error": f"the daemon cannot map the script's memory: {cause(error)}"})
+            why = f"the daemon cannot map the script's memory: {cause(error)}"
+            await connection.send({"error": why, "passes": isinstance(error, OSError)})
             return
         connection.close_fds()  # the mapping stays; the connection closes them itself when the memory is refused
         before = self.status or TrainerStatus(0)
@@ -342,10 +344,16 @@ class TrainerService:
             LOGGER.log(logging.WARNING if told.warns else logging.INFO, "%s", told.line)
             self._view_max = told.view if told.view < plan.view else None
 
-    def _busy(self, comes: Said | None, connection: LocalConnection) -> str | None:
-        """Why this node takes no trainer now."""
+    def _not_now(self, comes: Said | None, connection: LocalConnection) -> str | None:
+        """Why this node takes no trainer for the moment, or the next daemon may take it."""
         if self._leaving:  # its script died, and was being started again
             return "this node is leaving the swarm"
+        if isinstance(comes, Attach) and not connection.fds:
+            return "the script's memory did not come with its word: has the daemon as many files open as it may?"
+        return None
+
+    def _busy(self, comes: Said | None) -> str | None:
+        """Why this node takes no trainer beside the one that it has."""
         if self._runner.session is not None:
             if isinstance(comes, Attach) and comes.pid == self._runner.session.facts.pid:
                 several = "several models go in one attach([a, b], [optimizer_a, optimizer_b])"
@@ -354,8 +362,6 @@ class TrainerService:
                 return f"this script is attached already: {'; '.join(cures)}"
             there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"
             return f"{there}: end that one, or {ALONE}"
-        if isinstance(comes, Attach) and not connection.fds:
-            return "the script's memory did not come with its word: has the daemon as many files open as it may?"
         return None
 
     def _unfit(self, comes: Said | None) -> str | None:

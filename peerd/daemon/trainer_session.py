@@ -162,8 +162,8 @@ class TrainerSession:
         await self._connection.send(encoded(said))
 
     async def refuse(self, why: str) -> None:
-        """End it with this reason."""
-        await self._connection.send({"error": why})
+        """End it with this reason, which is this daemon's own end."""
+        await self._connection.send({"error": why, "passes": True})
 
     async def receive(self) -> Said | None:
         """What the trainer says next; None when it is gone, or says what nobody understands."""

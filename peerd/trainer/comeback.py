@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from peerd.local.local_socket import LocalSocket, check_private, runtime_dir
 from peerd.trainer.say import say
-from peerd.trainer.session import Past, Session
+from peerd.trainer.session import Past, RefusedNow, Session
 from peerd.transport.errors import UserError
 
 LOOK_EVERY_S = 5.0
+COST_MAX = 1 / 50  # of the time, where the node does not take the script yet: a large model is offered in seconds
 
 OpenAgain = Callable[[LocalSocket, Past], Session | None]
 """The session that follows another one, or None where the daemon has gone again. Raises Refused."""
@@ -27,6 +28,7 @@ class Comeback:
         self._past = session.past
         self._path = session.path
         self._look_at = time.monotonic() + LOOK_EVERY_S
+        self._refused = ""  # why the node that is there does not take it yet
 
     def look(self, step: int) -> Session | None:
         """A session with the daemon that is there now, if there is one; the script has made so many steps.
@@ -37,10 +39,22 @@ class Comeback:
             return None
         self._look_at = time.monotonic() + LOOK_EVERY_S
         if (socket := self._connect()) is None:
+            self._refused = ""
             return None
-        say("the node is back: this script waits for its swarm")
+        if not self._refused:
+            say("the node is back: this script waits for its swarm")
+        began = time.monotonic()
         gc.collect()  # the memory of a session that is lost is in cycles, as is the place of one interrupted here
-        session = self.open_again(socket, self._past._replace(step=step))
+        try:
+            session = self.open_again(socket, self._past._replace(step=step))
+        except RefusedNow as refusal:
+            now = time.monotonic()
+            self._look_at = now + max(LOOK_EVERY_S, (now - began) / COST_MAX)
+            if str(refusal) != self._refused:
+                self._refused = str(refusal)
+                say(f"{refusal}; training goes on alone, and the node is asked again")
+            return None
+        self._refused = ""
         if session is None:
             say("the node went away again; training goes on alone until it is back")
         return session

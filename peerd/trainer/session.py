@@ -82,6 +82,10 @@ class Refused(Exception):
     """The daemon will not have this model; the text says why."""
 
 
+class RefusedNow(Refused):
+    """It may have it later, or the next daemon."""
+
+
 class Past(NamedTuple):
     """What the session that follows one must know, where the same training goes on with another daemon."""
 
@@ -662,7 +666,7 @@ class Session:
             self._client.heard += 1
         message = self._came
         if "error" in message:
-            raise Refused(message["error"])
+            raise (RefusedNow if message.get("passes") is True else Refused)(message["error"])
         try:
             return decoded(message, FROM_DAEMON)
         except ValueError as error:  # a daemon of another version: gone, as far as this script can tell

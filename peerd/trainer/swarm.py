@@ -36,7 +36,7 @@ from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import Optimizers, as_one
 from peerd.trainer.ranks import RankCommand, Ranks, are_several, is_first, of_this_job
 from peerd.trainer.say import say
-from peerd.trainer.session import STILL_STEPS, Past, Refused, Session
+from peerd.trainer.session import STILL_STEPS, Past, Refused, RefusedNow, Session
 from peerd.training.model.flat import FlatModel
 from peerd.training.model.names import patterns_of
 from peerd.training.model.over import is_over, number_of
@@ -165,7 +165,7 @@ def _opened(socket: LocalSocket, session: Callable[[], Session]) -> Session | No
         return None
     except OSError as error:  # of this process: no file descriptors, or a limit on files
         _give_up(socket)
-        raise Refused(f"the model cannot be shared with the daemon: {error.strerror or error}") from None
+        raise RefusedNow(f"the model cannot be shared with the daemon: {error.strerror or error}") from None
     except BaseException:
         socket.close()  # the interpreter may keep what was interrupted, whose session would be in the way of the next
         raise

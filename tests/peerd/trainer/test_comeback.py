@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import math
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,7 +22,9 @@ from torch import nn
 
 import peerd
 from peerd.daemon.main import _Desk
+from peerd.daemon.trainer_service import TrainerService
 from peerd.local import board, local_socket
+from peerd.local.shared_memory import SharedMemory
 from peerd.trainer import comeback
 from peerd.trainer.swarm import Swarm
 
@@ -31,6 +37,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("LOCAL_RANK", "PEERD_DAEMON", "PEERD_SOCKET", "PEERD_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(comeback, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(comeback, "COST_MAX", math.inf)
     (tmp_path / "peerd").mkdir(mode=0o700)
     return local_socket.socket_path("me")
 
@@ -151,6 +158,55 @@ def test_a_daemon_that_will_not_have_it_is_asked_once(path: Path, capsys: pytest
     assert training.moved == training.steps
     refused = "peerd: this node exchanges gradients, and the script's peerd does not"
     assert capsys.readouterr().err.count(refused) == 1
+
+
+@pytest.mark.parametrize("why", ["it leaves", "it has no memory", "this process has no descriptor"])
+def test_a_node_that_cannot_have_it_yet_is_asked_again(
+    why: str, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever refused it, training went on alone for good."""
+    training, tries = Training(), 0
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    is_taken, mapped, create = TrainerService._not_now, SharedMemory.__init__, SharedMemory.create
+
+    def fails() -> bool:
+        """At the second and third try, the first two of another daemon."""
+        nonlocal tries
+        tries += 1
+        return tries in (2, 3)
+
+    def leaves(side: TrainerService, *said: Any) -> str | None:
+        side._leaving = fails()
+        return is_taken(side, *said)
+
+    def maps(memory: SharedMemory, fd: int, *sizes: int) -> None:
+        if threading.current_thread() is daemons and fails():
+            raise full
+        mapped(memory, fd, *sizes)
+
+    def creates(*sizes: int) -> SharedMemory:
+        if fails():
+            raise full
+        return create(*sizes)
+
+    daemons = threading.current_thread()
+    if why == "it leaves":
+        monkeypatch.setattr(TrainerService, "_not_now", leaves)
+    elif why == "it has no memory":
+        monkeypatch.setattr(SharedMemory, "__init__", maps)
+    else:
+        monkeypatch.setattr(SharedMemory, "create", creates)
+
+    def script() -> None:
+        with peerd.attach(training.model, training.optimizer) as swarm:
+            training.step_while(swarm, lambda: not swarm.alone)
+            training.step_while(swarm, lambda: swarm.alone)
+
+    beside_daemons(path, script)
+    assert tries == 4
+    told = capsys.readouterr().err
+    assert told.count("training goes on alone, and the node is asked again") == 1
+    assert told.count("the node is back: this script waits") == told.count(BACK) == 1
 
 
 def test_momentum_is_the_swarms_again(path: Path) -> None:
