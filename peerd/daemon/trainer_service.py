@@ -357,7 +357,9 @@ class TrainerService:
         if self._runner.session is not None:
             if isinstance(comes, Attach) and comes.pid == self._runner.session.facts.pid:
                 several = "several models go in one attach([a, b], [optimizer_a, optimizer_b])"
-                earlier = "for another training call swarm.finish() on the earlier one first"
+                # it may be bound to no name, and then nothing can be called on it any more
+                under = 'put the earlier one under "with peerd.attach(...) as swarm:"'
+                earlier = f"for another training {under}, or call its swarm.finish() first"
                 cures = (earlier, several) if comes.signature == self.signature else (several, earlier)
                 return f"this script is attached already: {'; '.join(cures)}"
             there = f"a trainer (pid {self._runner.session.facts.pid}) is attached to this node already"

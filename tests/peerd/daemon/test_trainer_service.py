@@ -562,8 +562,9 @@ async def test_a_second_trainer_is_refused_while_there_is_one(tmp_path: Path, ag
             nursery.start_soon(second.serve, node)
             refusal = (await second.hear("error"))["error"]
             if again:  # what is the likelier cause comes first
-                likelier = "for another training call swarm.finish()" if alike else "several models go in one attach("
+                likelier = "for another training put the" if alike else "several models go in one attach("
                 assert refusal.startswith(f"this script is attached already: {likelier}")
+                assert '"with peerd.attach(...) as swarm:"' in refusal, "that can be done without a name"
                 assert "swarm.finish()" in refusal
             else:
                 assert refusal == (
