@@ -203,7 +203,8 @@ def restore(
 ) -> bool:
     """Load a generation; returns whether the optimizer's state came along: that of another optimizer stays behind.
 
-    `tell` gets the line on settings that are as the script has them now, not as the checkpoint does (groups.py).
+    `tell` gets the line on settings that are as the script has them now, not as the checkpoint does (groups.py), and
+    that on parameters which the optimizer does not have now.
     A frozen parameter that it does not have stays as the script made it. Raises Damaged when the model's tensors do not
     fit.
     """
@@ -225,14 +226,20 @@ def restore(
     if plain is None or plain["class"] != kind(optimizer):
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moved = _moved(plain.get("names", []), _names_of(model, optimizer))
-    state: dict[int, dict[str, Any]] = {
-        moved.get(int(index), int(index)): dict(entries) for index, entries in plain["state"].items()
-    }
+    names = plain.get("names", [])
+    moved = _moved(names, _names_of(model, optimizer))
+    state: dict[int, dict[str, Any]] = {}
+    of_others = set()  # those that the script has not given the optimizer
+    for index, entries in plain["state"].items():
+        if (at := moved.get(int(index)) if moved else int(index)) is not None:
+            state[at] = dict(entries)
+        else:
+            of_others.add(int(index))
     for name, value in generation.tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
-            at = moved.get(int(index), int(index))
+            if (at := moved.get(int(index)) if moved else int(index)) is None:
+                continue
             value = value.clone()  # the optimizer takes it as it is, and with it the file, deleted since, on the disk
             held = parameters[at] if at < len(parameters) else value
             state.setdefault(at, {})[key] = taken_apart(value, held) if value.shape == held.shape else value
@@ -249,6 +256,13 @@ def restore(
         return False
     if line:
         tell(f"the optimizer has {line}")
+    if of_others:
+        first = names[min(of_others)] or "parameter outside of the model"
+        more = f" and {len(of_others) - 1} more" if len(of_others) > 1 else ""
+        tell(
+            f"the optimizer has no {first}{more} at peerd.attach: the checkpoint's state of that is left out (a group "
+            "that is added before peerd.attach has its own back)"
+        )
     return True
 
 
@@ -259,11 +273,14 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _moved(before: list[str], now: list[str]) -> dict[int, int]:
-    """From which place to which each parameter's state goes, if the script gives the same ones in another order."""
+    """From which place to which each parameter's state goes, if the script gives them in another order, or only some.
+
+    So it is where it adds a group later (a layer that is unfrozen): as it attaches again there are fewer.
+    """
     places = {name: place for place, name in enumerate(now)}
-    if before == now or len(places) < len(now) or "" in places or sorted(before) != sorted(now):
+    if before == now or len(places) < len(now) or "" in places or not places.keys() <= set(before):
         return {}
-    return {place: places[name] for place, name in enumerate(before)}
+    return {place: places[name] for place, name in enumerate(before) if name in places}
 
 
 def _places_now(
@@ -272,8 +289,8 @@ def _places_now(
     """Of each group now, which one had its parameters, and where they are; None: they are grouped in another way."""
     before = _places(len(group["params"]) for group in kept)
     now = [set(places) for places in _places(len(group["params"]) for group in optimizer.param_groups)]
-    had = [{moved[place] for place in places} for places in before]
-    if len(had) != len(now) or any(places not in had for places in now):
+    had = [{moved[place] for place in places if place in moved} for places in before]
+    if any(places not in had for places in now):
         return None
     return [(had.index(places), places) for places in now]
 

@@ -294,6 +294,40 @@ def test_what_a_group_is_told_goes_with_its_parameters(groups: list[list[int]], 
             assert torch.equal(optimizer.state[mine]["exp_avg"], other.state[theirs]["exp_avg"])
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_group_that_is_added_after_attach_takes_no_others_state_away(several: bool) -> None:
+    """A layer that is unfrozen later: each restart began with all of the optimizer's state made anew."""
+
+    def made(lr: float) -> tuple[nn.Sequential, torch.optim.Adam, torch.optim.SGD, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        head = torch.optim.Adam(model[2].parameters(), lr=lr)
+        first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        return model, head, first, as_one([head, first]) if several else head
+
+    model, head, first, optimizer = made(0.5)
+    head.add_param_group({"params": model[1].parameters(), "lr": 0.25})
+    for _ in range(3):
+        model(torch.randn(5, 3)).square().mean().backward()
+        head.step()
+        first.step()
+    head.param_groups[0]["lr"] = 0.01
+    again, head_again, first_again, optimizer_again = made(0.5)
+    told: list[str] = []
+    assert restore(capture(model, optimizer, 3, "s"), again, optimizer_again, told.append)
+    assert [group["lr"] for group in head_again.param_groups] == [0.01]
+    for mine, theirs in zip(model[2].parameters(), again[2].parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(head.state[mine][key], head_again.state[theirs][key])
+    for mine, theirs in zip(model[0].parameters(), again[0].parameters(), strict=True):
+        for part, at in ((first, mine), (first_again, theirs)) if several else ():
+            assert torch.equal(part.state[at]["momentum_buffer"], first.state[mine]["momentum_buffer"])
+    assert [line.partition(": ")[0] for line in told] == ["the optimizer has no 1.weight and 1 more at peerd.attach"]
+    head_again.add_param_group({"params": again[1].parameters()})
+    again(torch.randn(5, 3)).square().mean().backward()
+    head_again.step()
+
+
 def test_settings_that_are_not_plain_are_the_scripts(tmp_path: Path) -> None:
     """The optimizer's whole state was left out for one, without a word."""
     model, again = Net(), Net()
