@@ -13,13 +13,14 @@ A limit is an allowance of the peer. It grows with what this node's own steps mo
 model that is dragged away does not widen it. A step counts as half of a usual one at least: where a node's own data is
 learnt, as one class alone soon is, steps hardly move anything, and nobody could bring such a node back. All peers
 together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
-spent on one bias. Parameters that no step of the node has ever moved, as those of a head for what it does not see,
-count as gone as far as the others, value for value, or what only some members train would never come to the rest. From
-a peer whose tensor is further away than FAR times the median of the others', less is taken the further it is: an honest
-one that has lost touch still comes closer, ever faster, and one that is anywhere at all has next to no say. A run that
-ends makes no more steps, but has to agree: then each peer may move it by what was usual between it and its peers, and
-once again when its own run ends, as often as those of most others: not each time that it says so. Between fewer than
-four members nobody can say who is the odd one out, and a run that ends has no bounds.
+spent on one bias. No tensor of parameters counts as gone less than a quarter as far as the others, value for value, or
+what only some members train would never come to the rest: a head for what these do not see, a layer that they have
+frozen, an expert that only decays while it has no data. Nor does one that others agree on count as far away for less
+than that. From a peer whose tensor is further away than FAR times the median of the others', less is taken the further
+it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has next to no
+say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual between it and
+its peers, and once again when its own run ends, as often as those of most others: not each time that it says so.
+Between fewer than four members nobody can say who is the odd one out, and a run that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ COMPARED_MIN = 3  # partners of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
 USUAL_WEIGHT = 0.25  # of the last distance
-ROUNDING = 2.0**-20  # of a tensor's norm: less than that is no step
+SHARE = 1 / 4
+"""Of the mean way of parameters, value for value: no tensor of them counts as gone less far."""
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
 _LIMIT = np.dtype("<f4")  # as it travels
@@ -185,34 +187,19 @@ class PairAllowances:
         if self._weighted_steps:
             least = STEP_MIN * made * self._walked / self._weighted_steps
         if 0 < moved.sum() + least.sum() < np.inf:  # what stood from the start on has no usual step
-            self._walked += self._beyond_rounding(moved, values)
+            self._walked += moved
             self._weighted_steps += made
-            self._last = self._with_untouched(np.maximum(moved, least))
+            self._last = self._evened(np.maximum(moved, least))
             self._way += self._last
             self._sample.refresh(self._base, values)
 
-    @property
-    def _untouched(self) -> npt.NDArray[np.bool_]:
-        """Parameters that no step of this node has ever moved."""
-        untouched: npt.NDArray[np.bool_] = self._are_parameters & (self._walked == 0)
-        return untouched
-
-    def _beyond_rounding(self, moved: Norms, values: Vector) -> Norms:
-        """Of what no step has moved yet: a trainer adds the sum of corrections, each of which was added here."""
-        new = self._untouched & (moved > 0)
-        if new.any():
-            lengths = np.sqrt(self._sample.squares(values, np.zeros_like(self._sample.take(values))))
-            moved = np.where(new & (moved <= ROUNDING * lengths), 0.0, moved)
-        return moved
-
-    def _with_untouched(self, gone: Norms) -> Norms:
-        """Those have gone as far as the other parameters on the mean, value for value."""
-        untouched = self._untouched
-        if untouched.any():
-            others = self._are_parameters & ~untouched
-            mean = gone[others].dot(gone[others]) / max(1, self._sizes[others].sum())
-            gone[untouched] = np.sqrt(mean * self._sizes[untouched])
-        return gone
+    def _evened(self, norms: Norms) -> Norms:
+        """No tensor of parameters has less than SHARE of the mean, value for value, of those that are not so small."""
+        squares = np.where(self._are_parameters, norms * norms, 0.0)
+        mean = squares.sum() / max(1, self._sizes[self._are_parameters].sum())
+        rest = self._are_parameters & (squares >= SHARE**2 * mean * self._sizes)
+        mean = squares[rest].sum() / max(1, self._sizes[rest].sum())
+        return np.where(self._are_parameters, np.maximum(norms, SHARE * np.sqrt(mean * self._sizes)), norms)
 
     def corrected(self, correction: Vector) -> None:
         """The model is moved by this, and not by its own steps."""
@@ -315,8 +302,7 @@ class PairAllowances:
         others = self._others(peer, peers) if distances is not None else []
         if len(others) < 2 or distances is None:
             return np.ones(len(self._tensors))
-        usual = FAR * _low_median(others)
-        usual[self._untouched & (usual == 0)] = np.inf  # most others have not touched it, either: any way is the first
+        usual = FAR * self._evened(_low_median(others))
         pairs = zip(usual.tolist(), distances.tolist(), strict=True)
         return np.array([most / far if far > most else 1.0 for most, far in pairs])
 

@@ -1028,19 +1028,24 @@ def test_steps_that_a_node_has_made_alone_do_not_widen_what_those_who_come_may_d
     assert float(np.linalg.norm(node.core._allowances._way)) < 1.1 * 60 * float(np.linalg.norm(step))
 
 
+@pytest.mark.parametrize(("once", "decay"), [(False, 0.0), (True, 0.0), (False, 1e-5)])
 @pytest.mark.parametrize(("count", "trainers"), [(4, "a"), (6, "ab"), (6, "abc"), (8, "abcd")])
-def test_what_only_some_train_comes_to_all_and_nobody_is_left_alone_for_it(count: int, trainers: str) -> None:
-    """A head for what the others do not see, or a layer that they have not unfrozen yet: one tensor of four."""
+def test_what_only_some_train_comes_to_all_and_nobody_is_left_alone_for_it(
+    count: int, trainers: str, once: bool, decay: float
+) -> None:
+    """A head for what the others do not see, or a layer that they have not unfrozen yet: one tensor of four. Or they
+    have trained it `once`, or its weights decay."""
     swarm = GossipSwarm(count, 11, AUTO, "change:0.05", dtype="float32", robust=True)
     start = swarm.nodes["a"].x.copy()
     for node in swarm.nodes.values():
         node.x = node.base = start.copy()
     swarm.everyone_alive()
     swarm.settle()
-    for _ in range(300):
-        for name in swarm.nodes:
+    for number in range(300):
+        for name, node in swarm.nodes.items():
             step = 0.05 * swarm.rng.normal(size=11)
-            step[5:8] = step[5:8] + 0.01 if name in trainers else 0.0
+            trains = name in trainers or (once and not number)
+            step[5:8] = step[5:8] + 0.01 if trains else -decay * node.x[5:8]
             step[8:] = 0.0  # nobody trains this one
             swarm.step(name, step)
         swarm.settle()

@@ -22,6 +22,7 @@ from peerd.training.pairs.robust import (
     FAR,
     FLUSH,
     RATE,
+    SHARE,
     STEP_MIN,
     CentreAllowances,
     PairAllowances,
@@ -225,19 +226,37 @@ def test_a_newcomers_steps_count_from_its_first_report_on(begins_at: int) -> Non
     assert widened == pytest.approx(RATE / 4 * STEP_MIN * 5, rel=0.11)
 
 
-@pytest.mark.parametrize("rounded", [0.0, 1e-7])
-def test_what_no_own_step_has_moved_counts_as_gone_as_far_as_the_rest_value_for_value(rounded: float) -> None:
+@pytest.mark.parametrize("least", [0.0, 1e-7, 1e-3])
+def test_no_tensor_of_parameters_counts_as_gone_less_than_a_share_of_the_rest_value_for_value(least: float) -> None:
+    """Not moved at all, but for rounding, or by weight decay alone; and one that was trained before."""
     layout = Layout(8, 10, (), (4, 6, 8, 10))
     allowances, values = PairAllowances(layout), np.ones(10)
     for number in range(5):
         allowances.look(values, number, 1.0)
-        values = values + np.array([1.0, 1.0, 1.0, 1.0, rounded, 0.0, 0.0, 0.0, 0.0, 0.0])
+        values = values + np.array([1.0, 1.0, 1.0, 1.0, least, 0.0, 0.1, 0.1, 0.0, 0.0])
     allowances.look(values, 5, 1.0)
     before = allowances.limits("a", "abcd")
-    values = values + np.array([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.1, 0.1, 0.0, 0.0])
+    values = values + np.array([1.0, 1.0, 1.0, 1.0, least, 0.0, 0.0, 0.0, 0.0, 0.0])
     allowances.look(values, 6, 1.0)
     grown = (allowances.limits("a", "abcd") - before) / (RATE / 4)
-    assert grown.tolist() == pytest.approx([2.0, (2 * 4.02 / 6) ** 0.5, 0.02**0.5, 0.0])
+    assert grown.tolist() == pytest.approx([2.0, SHARE * 2**0.5, SHARE * 2**0.5, 0.0])
+
+
+def test_what_most_agree_on_is_far_away_only_beyond_a_share_of_how_far_the_rest_is() -> None:
+    layout = Layout(6, 6, (), (4, 6))
+    allowances, values, found = PairAllowances(layout), np.zeros(6), []
+    allowances.look(values, 0, 1.0)
+    for number, far in enumerate((0.0, 0.0, FAR * SHARE, 10 * FAR * SHARE), 1):
+        values = values + 1.0
+        allowances.look(values, number, 1.0)
+        for peer in "abcd":
+            allowances.limits(peer, "abcd")
+            allowances.spent(peer, np.zeros(2), np.array([2.0, far * 2**0.5 if peer == "d" else 0.0]))
+        values = values + 1.0
+        allowances.look(values, number + 1, 1.0)
+        found.append(float(allowances.limits("d", "abcd")[1]))
+    assert found[1] > 0
+    assert found[2:] == pytest.approx([found[1], found[1] / 10])
 
 
 def test_a_jump_of_the_step_number_is_no_way() -> None:
