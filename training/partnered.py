@@ -15,7 +15,7 @@ import numpy as np
 
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import GAIN_MAX, Gain, Layout
-from peerd.training.effects import Effect, Proceed, StepReport, Vector
+from peerd.training.effects import Effect, Log, Proceed, StepReport, Vector
 from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE, WHILE_ONE_TRAINS, Progress
 from peerd.training.mode import LinkedMode, LinkStatus
 from peerd.training.mode_settings import ModeSettings
@@ -258,8 +258,14 @@ class PartneredMode(LinkedMode, Generic[P]):
             effects.append(Proceed(settled=False))
         if not self.settled and self.drained and not under_way and all(map(self._agrees, partners)):
             self.settled = True
-            effects.append(Proceed(settled=True))
+            effects += [*self._tell_who_is_apart(partners), Proceed(settled=True)]
         return effects
+
+    def _tell_who_is_apart(self, partners: list[P]) -> list[Effect]:
+        apart = sorted(partner.peer for partner in partners if not self._is_close(partner))
+        if not apart:
+            return []
+        return [Log(f"this run has ended though models differ: no closer came that of {', '.join(apart)}")]
 
 
 def _silent_since(partner: PartnerState) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ from hypothesis import strategies as st
 from mode_swarm import ModeSwarm
 
 import peerd.training.room
+from peerd.training.codecs.vector import Layout
+from peerd.training.effects import Vector
 from peerd.training.mode_core import ModeCore, PeersChanged, Received
+from peerd.training.modes import Mode, ModeSettings, parse_mode, settings_of
 from peerd.transport.messages import Delta, DeltaTaken, LinkSketch, PairHalf
 
 
@@ -210,6 +214,33 @@ def test_who_came_no_closer_at_a_runs_end_is_a_partner_of_the_next(mode: str) ->
             for partner in partners:
                 partner.progress.is_stuck = True
             swarm.begin_again(name)
+
+
+@pytest.mark.parametrize("mode", ["gossip", "elastic:pairwise", "gossip-push"])
+def test_a_run_that_ends_while_models_differ_says_from_whose(mode: str) -> None:
+    """It counted as settled, and nobody heard that it was not. One shows a model far away, whatever comes."""
+    told, lies = settings_of(mode, ModeSettings(trigger="always", codec="float32")), [False]
+
+    def make(name: str, layout: Layout, rng: random.Random, values: Callable[[], Vector]) -> Mode:
+        def shown() -> Vector:
+            return np.full(layout.total, 50.0) if lies[0] and name == "d" else values()
+
+        return parse_mode(mode)(name, layout, rng, told, shown)
+
+    swarm = ModeSwarm(mode, "abcd", trigger="always", make=make)
+    swarm.all_hear()
+    swarm.settle()
+    rng = np.random.default_rng(0)
+    for lies_now in (False, True):
+        swarm.train(12, lambda name: 0.1 * rng.normal(size=swarm.layout.total))
+        assert not swarm.logged
+        lies[0] = lies_now
+        swarm.end()
+        for name in "abcd":
+            swarm.begin_again(name)
+    said = {name: text.rpartition(" of ")[2] for name, text in swarm.logged}
+    assert len(said) == len(swarm.logged)
+    assert said == {"a": "d", "b": "d", "c": "d", "d": "a, b, c"}
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
