@@ -103,7 +103,6 @@ class Gossip(PartneredMode[PairLink]):
         self._links = PairLinks(me, layout, rng, settings.view, values, self._scratch, self.counts, opens=opens)
         self._allowances = PairAllowances(layout)
         self._alive: frozenset[NodeId] = frozenset()
-        self._looked = False  # at the model that was there when the first peers came
         self._step_time = StepTime()
         self._choice = CodecChoice(self.counts, self._step_time)
         self._concentration = Concentration(layout) if settings.codec == AUTO else None  # then it chooses
@@ -172,10 +171,9 @@ class Gossip(PartneredMode[PairLink]):
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """Peers came or went."""
         self._reclaim()
-        # what was gone before, alone, nobody has counted the steps of: it is no measure of one
-        if self._settings.robust and alive and not self._looked:
-            self._allowances.look(self._values())
-            self._looked = True
+        # what was gone alone nobody has counted the steps of: it is no measure of one
+        if self._settings.robust and alive and not self._alive:
+            self._allowances.look_anew(self._values())
         self._allowances.keep(alive)
         self._alive = alive
         effects = self._links.on_peers(alive, now) + self._flush(now)

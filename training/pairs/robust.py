@@ -193,6 +193,11 @@ class PairAllowances:
             self._way += self._last
             self._sample.refresh(self._base, values)
 
+    def look_anew(self, values: Vector) -> None:
+        """The model as it is now; what it has gone since the last look counts for nothing."""
+        self._base = None
+        self.look(values)
+
     def _evened(self, norms: Norms) -> Norms:
         """No tensor of parameters has less than SHARE of the mean, value for value, of those that are not so small."""
         squares = np.where(self._are_parameters, norms * norms, 0.0)

@@ -1009,23 +1009,30 @@ def test_a_half_that_comes_after_its_links_end_moves_the_model_by_what_is_allowe
     assert 0 < moved < RATE / 4 * float(node.core._allowances._way.sum())
 
 
-@pytest.mark.parametrize("alone", [0, 1000])
-def test_steps_that_a_node_has_made_alone_do_not_widen_what_those_who_come_may_do(alone: int) -> None:
+@pytest.mark.parametrize(("alone", "before"), [(0, 0), (1000, 0), (1000, 20)])
+def test_steps_that_a_node_has_made_alone_do_not_widen_what_those_who_come_may_do(alone: int, before: int) -> None:
     """It had moved far until the first exchange, and a step after that counted as half of all of it."""
     swarm = GossipSwarm(4, 40, "float32", dtype="float32", robust=True)
     node, step = swarm.nodes["a"], np.full(40, 0.01, np.float32)
+
+    def train(steps: int) -> None:
+        for name in "bcd":
+            swarm.restart(name, node.x)
+        swarm.everyone_alive()
+        for _ in range(steps):
+            for name in swarm.nodes:
+                swarm.step(name, step)
+            swarm.settle()
+
+    if before:
+        train(before)
     swarm.peers("a", set())
     for _ in range(alone):
         swarm.step("a", step)
-    for name in "bcd":
-        swarm.restart(name, node.x)
-    swarm.everyone_alive()
-    for _ in range(60):
-        for name in swarm.nodes:
-            swarm.step(name, step)
-        swarm.settle()
+    gone = node.core._allowances._way.copy()
+    train(60)
     assert node.core.counts["exchanges"] > 20
-    assert float(np.linalg.norm(node.core._allowances._way)) < 1.1 * 60 * float(np.linalg.norm(step))
+    assert float(np.linalg.norm(node.core._allowances._way - gone)) < 1.1 * 60 * float(np.linalg.norm(step))
 
 
 @pytest.mark.parametrize(("once", "decay"), [(False, 0.0), (True, 0.0), (False, 1e-5)])

@@ -95,10 +95,13 @@ def test_who_went_is_forgotten_though_its_last_push_came_after_the_news(mode: st
     assert "b" not in allowances._left.keys() | allowances._distances.keys()
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum", "noloco"])
-def test_what_a_node_has_gone_alone_does_not_widen_what_those_who_come_may_do(mode: str) -> None:
-    """It counted as the way to its first exchange, and so did that among all that followed."""
+def test_what_a_node_has_gone_alone_does_not_widen_what_those_who_come_may_do(mode: str, again: bool) -> None:
+    """It counted as the way to its first exchange, and so did that among all that followed; or after it was alone."""
     swarm = OneStart(2, SIZE, "float32", mode=mode, robust=True)
+    if again:
+        swarm.peers("a", {"b"})
     swarm.peers("a", set())
     own = swarm.nodes["a"].core._allowances
     for _ in range(1000):
