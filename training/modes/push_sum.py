@@ -40,6 +40,7 @@ from peerd.training.one_way.core import OneWay
 from peerd.training.one_way.mass import Outflow, WeightAccount
 from peerd.training.one_way.partners import Partner
 from peerd.training.one_way.public_copy import Incoming
+from peerd.training.room import room
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 from peerd.transport.messages import Push
@@ -67,11 +68,7 @@ class PushSum(OneWay):
     def on_peers(self, alive: frozenset[NodeId], now: float) -> list[Effect]:
         """What waits of a peer that went goes on waiting, with that of all who went."""
         for peer in sorted(self._waiting.keys() - alive - {GONE}):
-            left = self._waiting.pop(peer)
-            if GONE in self._waiting:
-                self._waiting[GONE].join(left.weight, left.model)
-            else:
-                self._waiting[GONE] = left
+            self._wait_with_gone(peer)
         return super().on_peers(alive, now)
 
     @property
@@ -187,9 +184,19 @@ class PushSum(OneWay):
                 self._waiting[peer].weight = offered - part
             else:
                 self._waiting[peer] = Waiting(offered - part, model.copy())
+                named = [each for each in self._waiting if each != GONE]
+                if len(named) > room(self._settings.view, self._layout.total).active:
+                    self._wait_with_gone(named[0])  # each is a whole model, and any number of members may push
         else:
             self._waiting.pop(peer, None)
         return correction
+
+    def _wait_with_gone(self, peer: NodeId) -> None:
+        left = self._waiting.pop(peer)
+        if GONE in self._waiting:
+            self._waiting[GONE].join(left.weight, left.model)
+        else:
+            self._waiting[GONE] = left
 
     def _allowed(self, peer: NodeId, offered: float, model: Vector, values: Vector, distance: float | None) -> float:
         cut, weight = self._layout.parameters, self.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import takewhile
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from peerd.training.one_way.allowance import (
     part_within,
 )
 from peerd.training.one_way.public_copy import Outgoing
+from peerd.training.room import room
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import Push
@@ -93,6 +95,21 @@ def test_who_went_is_forgotten_though_its_last_push_came_after_the_news(mode: st
     own.on_peers(frozenset("c"), 100.0)
     allowances = own._allowances  # type: ignore[attr-defined]
     assert "b" not in allowances._left.keys() | allowances._distances.keys()
+
+
+def test_what_waits_takes_no_more_room_than_links_whoever_pushes() -> None:
+    """A liar with many identities had a whole model wait of each."""
+    layout, names = Layout(SIZE, SIZE), frozenset(f"liar-{number}" for number in range(40))
+    told = settings_of("push-sum", ModeSettings(view=2))
+    own: Any = parse_mode("push-sum")("a", layout, Random(1), told, lambda: np.ones(SIZE, np.float32))
+    own.on_peers(names, 0.0)
+    for number, name in enumerate(sorted(names)):
+        sender = Outgoing(1 << 30, np.ones(SIZE, np.float32), layout, Scratch())
+        push = sender.begin(np.full(SIZE, 50.0, np.float32), "float32", {}, finishing=False, back=False)
+        own.on_message(name, replace(push, weight=0.5), float(number))
+    assert 1 < len(own.waiting) <= room(2, SIZE).active + 1
+    elsewhere = [weight for weight, _ in own.waiting] + [weight for _, _, weight, _ in own.leaving]
+    assert own.weight + sum(elsewhere) == pytest.approx(1 + 40 * 0.5)
 
 
 @pytest.mark.parametrize("again", [False, True])
