@@ -356,6 +356,9 @@ async def test_a_stopped_reader_stops_the_sender(carrier: MakeEnds) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all)
             await started(near)
+            with trio.fail_after(60):
+                while len(sent) < 2:
+                    await trio.sleep(0.01)
             await trio.sleep(0.3)
             assert sent == [0, 1], "one message is being sent, one waits"
             assert near.bytes_sent < 20 * MIB
@@ -378,6 +381,9 @@ async def test_small_messages_stop_the_sender_too(carrier: MakeEnds) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_all)
             await started(near)
+            with trio.fail_after(60):
+                while sent < 64:
+                    await trio.sleep(0.01)
             await trio.sleep(0.2)
             assert sent == 64
             await far.receive()
