@@ -13,7 +13,8 @@ from rich.console import Console
 
 from peerd.cli.demo.figures import counted_in, print_summary, table
 from peerd.cli.demo.local_swarm import LocalSwarm
-from peerd.cli.demo.run import Kill
+from peerd.cli.demo.picture import draw
+from peerd.cli.demo.run import Kill, Sample
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
@@ -117,3 +118,16 @@ def test_the_summary_says_what_was_saved_and_explains_what_was_used(
     lines = console.export_text().splitlines()
     assert f"           every-step fp32 gossip would send 1.00 kB: {traffic}" in lines
     assert f"went over  {way}" in lines
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("nodes", [1, 64])
+def test_a_picture_of_many_nodes_is_drawn_without_a_word(tmp_path: Path, nodes: int) -> None:
+    """The names of 40 left no room for the lines, and matplotlib said so on stderr."""
+    looks = [
+        Sample(float(second), f"node-{node}", {"consensus_distance": 0.1, "bytes_sent": 1e6, "trainer": {"loss": 1.0}})
+        for node in range(nodes)
+        for second in range(3)
+    ]
+    draw(tmp_path / "run.png", looks, "digits")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
