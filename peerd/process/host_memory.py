@@ -57,7 +57,9 @@ def available() -> int | None:
 def _left_by_cgroups() -> Iterator[int]:
     """What each of them that this process is in, and that has a limit, may still take (cgroups(7), both versions).
 
-    A container sees its own group as the top of all, by whatever path the kernel calls it.
+    A container sees its own group as the top of all, by whatever path the kernel calls it. Pages of files are given
+    back before anybody is killed, those in use as well as others: so the host's figure counts them, too, and a job that
+    has read its data fills its group with them.
     """
     own = ""
     with suppress(OSError):
@@ -65,11 +67,9 @@ def _left_by_cgroups() -> Iterator[int]:
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            top, limit, used, unneeded = CGROUPS, "memory.max", "memory.current", "inactive_file"
+            top, limit, used, total = CGROUPS, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            top, limit, used, unneeded = (
-                CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-            )  # fmt: skip
+            top, limit, used, total = CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         folder = top / path.strip("/")
@@ -78,7 +78,8 @@ def _left_by_cgroups() -> Iterator[int]:
                 with suppress(OSError, ValueError, LookupError):  # there is none, or it has no limit
                     most, taken = (int((group / name).read_text()) for name in (limit, used))
                     rows = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
-                    yield max(0, most - taken + int(rows[unneeded]))
+                    files = sum(int(rows[f"{total}{which}_file"]) for which in ("active", "inactive"))
+                    yield max(0, most - taken + files)
 
 
 def told(mode: str, view: int, values: int) -> Told | None:

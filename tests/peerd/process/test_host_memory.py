@@ -64,11 +64,13 @@ def test_what_does_not_fit_at_all_is_a_warning(free: Path) -> None:
 
 
 def limited(folder: Path, names: tuple[str, str], limit: str) -> None:
-    """A group that uses 5 GB, 2 of them for what the disk has as well."""
+    """A group that uses 5 GB, 2 of them for what the disk has as well, most of which was read more than once."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text("5000000000\n")
-    (folder / "memory.stat").write_text("anon 3\ninactive_file 2000000000\ntotal_inactive_file 2000000000\n")
+    files = {"active_file": 1_500_000_000, "inactive_file": 500_000_000}
+    rows = [f"{total}{name} {size}" for total in ("", "total_") for name, size in files.items()]
+    (folder / "memory.stat").write_text("\n".join(["anon 3", *rows, ""]))
 
 
 @pytest.mark.parametrize("outer", ["max", "40000000000", "12000000000"])
