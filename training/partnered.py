@@ -265,7 +265,7 @@ class PartneredMode(LinkedMode, Generic[P]):
         apart = sorted(partner.peer for partner in partners if not self._is_close(partner))
         if not apart:
             return []
-        return [Log(f"this run has ended though models differ: no closer came that of {', '.join(apart)}")]
+        return [Log(f"this run has ended though models differ: {', '.join(apart)} came no closer")]
 
 
 def _silent_since(partner: PartnerState) -> float:
