@@ -65,7 +65,7 @@ class Allowances:
         self._stride = 0.0  # own path between two own exchanges, on average
         self._path = 0.0  # since the last
         self._told = 0.0  # of the distance from the last copy
-        self._is_alone = True  # nobody has ever been there
+        self._had_company = False  # somebody has been there, be it long ago
 
     def walked(self, change: float, *, published: bool) -> None:
         """A step, after which the model is `change` from its last copy."""
@@ -126,8 +126,10 @@ class Allowances:
 
     def keep(self, peers: Collection[NodeId]) -> None:
         """Forget all but these, and what waits of all who are no more: last words may come after their sender went."""
-        if peers and self._is_alone:  # what was gone until now is no way between two exchanges
-            self._is_alone, self._path = False, 0.0
+        # what was gone before the first came is no way between two exchanges; later it is, or who was alone for a while
+        # would take three times as many steps to come back
+        if peers and not self._had_company:
+            self._had_company, self._path = True, 0.0
         for gone in [peer for peer in self._left if peer not in peers and peer != GONE]:
             del self._left[gone]
             self._distances.pop(gone, None)

@@ -15,12 +15,13 @@ learnt, as one class alone soon is, steps hardly move anything, and nobody could
 together have so a multiple of the node's own way, by tensor, whatever they say; a budget for the whole model could be
 spent on one bias. No tensor of parameters counts as gone less than a quarter as far as the others, value for value, or
 what only some members train would never come to the rest: a head for what these do not see, a layer that they have
-frozen, an expert that only decays while it has no data. Nor does one that others agree on count as far away for less
-than that. From a peer whose tensor is further away than FAR times the median of the others', less is taken the further
-it is: an honest one that has lost touch still comes closer, ever faster, and one that is anywhere at all has next to no
-say. A run that ends makes no more steps, but has to agree: then each peer may move it by what was usual between it and
-its peers, and once again when its own run ends, as often as those of most others: not each time that it says so.
-Between fewer than four members nobody can say who is the odd one out, and a run that ends has no bounds.
+frozen, an expert that only decays while it has no data. Nor do others count as less far apart in a tensor than that:
+where they agree, who trains it is not far away yet. From a peer whose tensor is further away than FAR times the median
+of the others', less is taken the further it is: an honest one that has lost touch still comes closer, ever faster, and
+one that is anywhere at all has next to no say. A run that ends makes no more steps, but has to agree: then each peer
+may move it by what was usual between it and its peers, and once again when its own run ends, as often as those of most
+others: not each time that it says so. Between fewer than four members nobody can say who is the odd one out, and a run
+that ends has no bounds.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ COMPARED_MIN = 3  # partners of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
 USUAL_WEIGHT = 0.25  # of the last distance
-SHARE = 1 / 4
-"""Of the mean way of parameters, value for value: no tensor of them counts as gone less far."""
+TENSOR_MIN = 1 / 4
+"""A tensor of parameters counts as gone at least this share of their mean way, value for value."""
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
 _LIMIT = np.dtype("<f4")  # as it travels
@@ -199,12 +200,12 @@ class PairAllowances:
         self.look(values)
 
     def _evened(self, norms: Norms) -> Norms:
-        """No tensor of parameters has less than SHARE of the mean, value for value, of those that are not so small."""
+        """No tensor of parameters has less than TENSOR_MIN of the mean, value for value, of those that have more."""
         squares = np.where(self._are_parameters, norms * norms, 0.0)
         mean = squares.sum() / max(1, self._sizes[self._are_parameters].sum())
-        rest = self._are_parameters & (squares >= SHARE**2 * mean * self._sizes)
+        rest = self._are_parameters & (squares >= TENSOR_MIN**2 * mean * self._sizes)
         mean = squares[rest].sum() / max(1, self._sizes[rest].sum())
-        return np.where(self._are_parameters, np.maximum(norms, SHARE * np.sqrt(mean * self._sizes)), norms)
+        return np.where(self._are_parameters, np.maximum(norms, TENSOR_MIN * np.sqrt(mean * self._sizes)), norms)
 
     def corrected(self, correction: Vector) -> None:
         """The model is moved by this, and not by its own steps."""

@@ -22,8 +22,8 @@ from peerd.training.pairs.robust import (
     FAR,
     FLUSH,
     RATE,
-    SHARE,
     STEP_MIN,
+    TENSOR_MIN,
     CentreAllowances,
     PairAllowances,
     Tensors,
@@ -239,14 +239,14 @@ def test_no_tensor_of_parameters_counts_as_gone_less_than_a_share_of_the_rest_va
     values = values + np.array([1.0, 1.0, 1.0, 1.0, least, 0.0, 0.0, 0.0, 0.0, 0.0])
     allowances.look(values, 6, 1.0)
     grown = (allowances.limits("a", "abcd") - before) / (RATE / 4)
-    assert grown.tolist() == pytest.approx([2.0, SHARE * 2**0.5, SHARE * 2**0.5, 0.0])
+    assert grown.tolist() == pytest.approx([2.0, TENSOR_MIN * 2**0.5, TENSOR_MIN * 2**0.5, 0.0])
 
 
 def test_what_most_agree_on_is_far_away_only_beyond_a_share_of_how_far_the_rest_is() -> None:
     layout = Layout(6, 6, (), (4, 6))
     allowances, values, found = PairAllowances(layout), np.zeros(6), []
     allowances.look(values, 0, 1.0)
-    for number, far in enumerate((0.0, 0.0, FAR * SHARE, 10 * FAR * SHARE), 1):
+    for number, far in enumerate((0.0, 0.0, FAR * TENSOR_MIN, 10 * FAR * TENSOR_MIN), 1):
         values = values + 1.0
         allowances.look(values, number, 1.0)
         for peer in "abcd":
