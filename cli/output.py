@@ -77,7 +77,7 @@ def check_report(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--report {path}: this is a folder")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"--report {path}: you may not write there; say where you may")
+        raise UserError(f"--report {path}: you may not write there; choose another place")
 
 
 def write_report(path: Path, text: str) -> None:

@@ -345,7 +345,7 @@ class TrainerService:
             self._view_max = told.view if told.view < plan.view else None
 
     def _not_now(self, comes: Said | None, connection: LocalConnection) -> str | None:
-        """Why this node takes no trainer for the moment, or the next daemon may take it."""
+        """Why this node takes no trainer for the moment: later it may, or the next daemon."""
         if self._leaving:  # its script died, and was being started again
             return "this node is leaving the swarm"
         if isinstance(comes, Attach) and not connection.fds:

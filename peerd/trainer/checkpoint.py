@@ -261,7 +261,7 @@ def restore(
         more = f" and {len(of_others) - 1} more" if len(of_others) > 1 else ""
         tell(
             f"the optimizer has no {first}{more} at peerd.attach: the checkpoint's state of that is left out (a group "
-            "that is added before peerd.attach has its own back)"
+            "that is added before peerd.attach gets its state back)"
         )
     return True
 

@@ -241,11 +241,11 @@ class Session:
         start = self._expect(Start)
         self._lr_max = max(self._lr_max, start.lr_max)
         self._client.hear(start)
-        passes = False
+        is_further = False  # than the swarm
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
-            passes = start.step < self.step
-            self._passed = start.step if passes else None
+            is_further = start.step < self.step
+            self._passed = start.step if is_further else None
             self.step = start.step
             if self._ranks == 1:  # other ranks have yet to read what they resume from
                 self._put_passed_aside()
@@ -273,7 +273,7 @@ class Session:
             self._inputs = Inputs(self._model)
         rest = Rest(self._model, flat.pieces, flat.signature)
         self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture, flat.total)
-        if passes:  # what came from the one put aside, of the optimizer and else, is in none
+        if is_further:  # what came from the one put aside, of the optimizer and else, is in none
             self._writer.hasten()
         if self._gradients is not None and isinstance(flat, FlatModel):
             parts = GradientParts(flat, self._gradients, torch.from_numpy(self._memory.gradient))
@@ -434,7 +434,7 @@ class Session:
 
     @property
     def _is_owed(self) -> bool:
-        """The mean of a gradient that was given."""
+        """Whether a gradient was given whose mean has not been taken yet."""
         return bool(self._given)
 
     def _wait_for_mean(self) -> None:
