@@ -369,19 +369,24 @@ def save(folder: Path, generation: Generation) -> Path:
     return final
 
 
-def put_later_aside(folder: Path, step: int) -> Path | None:
+def put_later_aside(folder: Path, step: int, *, again: bool = False) -> Path | None:
     """Move what was written after `step`, from which training does not go on, in place of what was so moved before.
 
+    `again`: that was in the same training, of which the furthest stay; a member that lies could have all deleted.
     Returns the folder that has it, or None: there is no such thing. Raises OSError.
     """
     later = [path for path in generations(folder) if step_of(path) > step]
     if not later:
         return None
     aside = folder.with_name(f"{folder.name}-passed")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(mode=0o700)
+    if not again:
+        shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(mode=0o700, exist_ok=True)
     for path in later:
+        shutil.rmtree(aside / path.name, ignore_errors=True)
         path.rename(aside / path.name)
+    for nearer in generations(aside)[KEEP_GENERATIONS:]:
+        shutil.rmtree(nearer, ignore_errors=True)
     for changed in (aside, folder, folder.parent):
         flush(changed)
     return aside

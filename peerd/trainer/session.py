@@ -176,6 +176,7 @@ class Session:
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
         self.restored_from: Path | None = None
         self._passed: int | None = None  # the swarm's model is of this step, and there are checkpoints of later ones
+        self._has_put_aside = False  # some of them, in this training
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
         try:
@@ -304,7 +305,8 @@ class Session:
             return
         step, self._passed = self._passed, None
         try:
-            if (aside := checkpoint.put_later_aside(self._checkpoints, step)) is not None:
+            if (aside := checkpoint.put_later_aside(self._checkpoints, step, again=self._has_put_aside)) is not None:
+                self._has_put_aside = True
                 say(f"checkpoints of later steps than {step} are in {aside} now")
         except OSError as error:
             say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")

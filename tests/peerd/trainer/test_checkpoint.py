@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.ao.quantization import PerChannelMinMaxObserver
 
+from peerd.local.generations import generations, step_of
 from peerd.trainer import checkpoint
 from peerd.trainer.checkpoint import (
     EXTRA_BYTES_MAX,
@@ -921,3 +922,14 @@ def test_what_training_does_not_go_on_from_is_put_aside(tmp_path: Path) -> None:
         assert passed is not None
         assert (kept.step, passed.step) == (5, last)
         assert len([*aside.iterdir()]) == 1, "that of the last time is gone"
+
+
+def test_of_what_one_training_puts_aside_the_furthest_stays(tmp_path: Path) -> None:
+    """A leader that lies orders a model of an earlier step again and again."""
+    folder, model = tmp_path / "checkpoints", nn.Linear(2, 1)
+    for last, again in ((40, False), (7, True), (8, True), (9, True)):
+        save(folder, capture(model, OPTIMIZERS["sgd"](model), last, "s"))
+        aside = put_later_aside(folder, 0, again=again)
+    assert aside is not None
+    assert [step_of(path) for path in generations(aside)] == [40, 9]
+    assert not generations(folder)
