@@ -19,7 +19,8 @@ def info(name: NameOption = None, format: FormatOption = Format.TEXT) -> None:
     if format is Format.JSON:
         print_json(answer)
         return
-    settings = answer.pop("settings")
-    for key, value in {**answer, **settings}.items():
+    shown = {**answer, **answer["settings"]}
+    del shown["settings"]
+    for key, value in shown.items():
         text = ", ".join(value) if isinstance(value, list) else str(value)
         echo(f"{key:<20} {text or '-'}")

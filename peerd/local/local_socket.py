@@ -120,6 +120,22 @@ def take(buffer: bytearray) -> dict[str, Any] | None:
     return message
 
 
+class Answer(dict[str, Any]):
+    """What a daemon says to a command, and each map in it. What it lacks another version of peerd has no word for."""
+
+    def __missing__(self, key: str) -> Any:
+        """Raises UserError."""
+        cure = "it runs another version of peerd; start it again by this one"
+        raise UserError(f"the node's answer has no {key!r}: {cure}")
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """The same, all maps in it being answers."""
+        if isinstance(value, dict):
+            return cls((key, cls.of(one)) for key, one in value.items())
+        return [cls.of(one) for one in value] if isinstance(value, list) else value
+
+
 class LocalSocket:
     """The blocking client side: a trainer's session, or one request of the command line."""
 
@@ -169,7 +185,7 @@ class LocalSocket:
             self._buffer, self._came = self._buffer + self._came[0], []
         return message
 
-    def ask(self, verb: str, /, meanwhile: Callable[[], None] = lambda: None, **arguments: Any) -> dict[str, Any]:
+    def ask(self, verb: str, /, meanwhile: Callable[[], None] = lambda: None, **arguments: Any) -> Answer:
         """One command and its answer. Raises UserError with the daemon's own words, OSError or EOFError.
 
         `meanwhile` is called every LOOK_EVERY_S while there is no answer.
@@ -186,7 +202,8 @@ class LocalSocket:
                 raise UserError(f"the node's process {pid} is stopped and cannot answer; kill -CONT {pid} lets it")
         if "error" in answer:
             raise (NodeStarts if answer.get("starts") else UserError)(str(answer["error"]))
-        return answer
+        said: Answer = Answer.of(answer)
+        return said
 
     def _answer(self) -> dict[str, Any] | None:
         try:
@@ -256,7 +273,7 @@ def conversation(path: Path) -> Iterator[LocalSocket]:
         client.close()
 
 
-def request(path: Path, verb: str, /, meanwhile: Callable[[], None] = lambda: None, **arguments: Any) -> dict[str, Any]:
+def request(path: Path, verb: str, /, meanwhile: Callable[[], None] = lambda: None, **arguments: Any) -> Answer:
     """One command to a daemon and its answer. Raises UserError with the daemon's own words."""
     with conversation(path) as client:
         return client.ask(verb, meanwhile, **arguments)

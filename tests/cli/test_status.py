@@ -155,6 +155,38 @@ def test_what_is_no_node_hides_none(monkeypatch: pytest.MonkeyPatch, said: bytes
     assert row["error"].startswith(f"what listens at {path} is no node of this version of peerd: ")
 
 
+@pytest.mark.parametrize("said", [{"x": 1}, {"members": [{}]}, {"phase": "training", "members": [{}], "y": [1]}])
+@pytest.mark.parametrize(
+    "verb", [["status"], ["status", "--all"], ["members"], ["info"], ["mode", "show"], ["join", "h:1"]]
+)
+def test_a_node_of_another_version_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, verb: list[str], said: dict[str, Any]
+) -> None:
+    """Its answers may lack what this one shows: that was a KeyError."""
+
+    def answer(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    if connection.recv(1 << 10):
+                        connection.sendall(local_socket.pack(said))
+
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as other:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        local_socket.runtime_dir().mkdir(mode=0o700)
+        other.bind(str(local_socket.socket_path("a")))
+        other.listen()
+        thread = Thread(target=answer, args=[other])
+        thread.start()
+        told = CliRunner().invoke(app, verb)
+        other.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert isinstance(told.exception, UserError | SystemExit), told.exception
+    shown = f"{told.output}{told.exception}"
+    assert "it runs another version of peerd; start it again by this one" in shown
+
+
 @pytest.mark.parametrize("other", [["--watch"], ["--name", "a"], ["--format", "prometheus"]])
 def test_what_is_of_one_node_is_not_of_all(other: list[str]) -> None:
     with pytest.raises(UserError, match=r"^--all: not with --name"):
