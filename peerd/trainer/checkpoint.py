@@ -258,7 +258,7 @@ def restore(
         tell(f"the optimizer has {line}")
     if of_others:
         first = names[min(of_others)] or "parameter outside of the model"
-        more = f" and {len(of_others) - 1} more" if len(of_others) > 1 else ""
+        more = f" (nor {len(of_others) - 1} more that the checkpoint has)" if len(of_others) > 1 else ""
         tell(
             f"the optimizer has no {first}{more} at peerd.attach: the checkpoint's state of that is left out (a group "
             "that is added before peerd.attach gets its state back)"
