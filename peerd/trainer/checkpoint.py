@@ -228,17 +228,21 @@ def restore(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = plain.get("names", [])
     moved = _moved(names, _names_of(model, optimizer))
+
+    def place_of(index: str) -> int | None:
+        return moved.get(int(index)) if moved else int(index)
+
     state: dict[int, dict[str, Any]] = {}
     of_others = set()  # those that the script has not given the optimizer
     for index, entries in plain["state"].items():
-        if (at := moved.get(int(index)) if moved else int(index)) is not None:
+        if (at := place_of(index)) is not None:
             state[at] = dict(entries)
         else:
             of_others.add(int(index))
     for name, value in generation.tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
-            if (at := moved.get(int(index)) if moved else int(index)) is None:
+            if (at := place_of(index)) is None:
                 continue
             value = value.clone()  # the optimizer takes it as it is, and with it the file, deleted since, on the disk
             held = parameters[at] if at < len(parameters) else value

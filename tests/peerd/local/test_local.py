@@ -53,6 +53,17 @@ def take_all(buffer: bytearray) -> list[dict[str, Any]]:
     return found
 
 
+def client_of(
+    kind: type[socket.socket], listening: socket.socket, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> LocalSocket:
+    """Connected by a socket of this kind to the one that listens at `path` from now on."""
+    listening.bind(str(path))
+    listening.listen()
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", kind)
+        return LocalSocket(path)
+
+
 def test_what_has_come_is_not_lost_to_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted: list[bool] = []
 
@@ -64,11 +75,7 @@ def test_what_has_come_is_not_lost_to_ctrl_c(tmp_path: Path, monkeypatch: pytest
                 raise KeyboardInterrupt
 
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "s"))
-        listening.listen()
-        monkeypatch.setattr(socket, "socket", Interrupted)
-        client = LocalSocket(tmp_path / "s")
-        monkeypatch.undo()
+        client = client_of(Interrupted, listening, tmp_path / "s", monkeypatch)
         with listening.accept()[0] as daemon:
             daemon.sendall(pack({"kind": "first"}) + pack({"kind": "second"}))
             with pytest.raises(KeyboardInterrupt):
@@ -90,11 +97,7 @@ def test_ctrl_c_leaves_no_limit_on_what_is_sent_next(tmp_path: Path, monkeypatch
                 raise KeyboardInterrupt
 
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "s"))
-        listening.listen()
-        monkeypatch.setattr(socket, "socket", Interrupted)
-        client = LocalSocket(tmp_path / "s")
-        monkeypatch.undo()
+        client = client_of(Interrupted, listening, tmp_path / "s", monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             client.receive(0)
         assert client._socket.gettimeout() is None
