@@ -68,16 +68,18 @@ def progress_bar() -> Progress:
     )  # fmt: skip
 
 
-def check_report(path: Path) -> None:
-    """Before the work, whether --report can be written. Raises UserError."""
-    if path.suffix != ".html":
-        raise UserError(f"--report {path}: the name must end in .html")
+def check_file(option: str, path: Path, *endings: str) -> None:
+    """Before the work, whether what this option names can be written. Raises UserError."""
+    if path.suffix not in endings:
+        *others, last = endings
+        named = f"{', '.join(others)} or {last}" if others else last
+        raise UserError(f"{option} {path}: the name must end in {named}")
     if not path.absolute().parent.is_dir():
-        raise UserError(f"--report {path}: no such folder: {path.absolute().parent}")
+        raise UserError(f"{option} {path}: no such folder: {path.absolute().parent}")
     if path.is_dir():
-        raise UserError(f"--report {path}: this is a folder")
+        raise UserError(f"{option} {path}: this is a folder")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"--report {path}: you may not write there; choose another place")
+        raise UserError(f"{option} {path}: you may not write there; choose another place")
 
 
 def write_report(path: Path, text: str) -> None:

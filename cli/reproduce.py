@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.progress import TaskID
 
 from peerd.cli import Interrupted, interrupts_end_at_once
-from peerd.cli.output import Format, FormatOption, check_report, finite, print_json, progress_bar, write_report
+from peerd.cli.output import Format, FormatOption, check_file, finite, print_json, progress_bar, write_report
 from peerd.transport.errors import UserError
 
 JOBS_MAX = 256
@@ -57,7 +57,7 @@ def reproduce(
             chosen[known[name.upper()]] = EXPERIMENTS[known[name.upper()]]
     if quick and tiny:
         raise UserError("--quick and --tiny: say one of them")
-    check_report(report)
+    check_file("--report", report, ".html")
     size = Size.TINY if tiny else Size.QUICK if quick else Size.FULL
     store = CellStore(cells or default_folder())
     reports = []

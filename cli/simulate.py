@@ -20,7 +20,7 @@ from rich.text import Text
 
 from peerd.cli import Interrupted, interrupts_end_at_once
 from peerd.cli.mode_options import with_mode_options
-from peerd.cli.output import Format, FormatOption, check_report, print_json, progress_bar, size, write_report
+from peerd.cli.output import Format, FormatOption, check_file, print_json, progress_bar, size, write_report
 from peerd.protocol.trainer import VALUES_MAX
 from peerd.simulation.byzantine import ATTACKS
 from peerd.simulation.faults import FAULTS
@@ -129,7 +129,7 @@ def simulate(
     if twice := [one for number, one in enumerate(scenarios) if commands[number] in commands[:number]]:
         raise UserError(f"--mode {mode}: {twice[0].mode} is given twice, and both would be the same run")
     if report is not None:
-        check_report(report)
+        check_file("--report", report, ".html")
     if report is not None and trace is not None and report.absolute() == trace.absolute():
         raise UserError(f"--trace and --report name the same file: {report}")
     if trace is not None and len(scenarios) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from peerd.cli.demo.figures import print_summary, show_live, sum_up
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Kill, Watch, follow
 from peerd.cli.mode_options import with_mode_options
-from peerd.cli.output import Format, FormatOption, print_json
+from peerd.cli.output import Format, FormatOption, check_file, print_json
 from peerd.process.ending import kill_cleans_up
 from peerd.settings import load
 from peerd.training.modes import check_peers
@@ -62,7 +61,7 @@ def demo(
     settings = load(given, {}, None)
     check_peers(settings, peers)
     given["mode"] = as_told(settings.mode)
-    _check_picture(picture)
+    check_file("--picture", picture, ".png", ".svg", ".pdf")
     victim = Kill.parse(kill, peers) if kill is not None else None
     if victim is not None and settings.min_peers == peers:
         raise UserError(f"--min-peers {peers}: after --kill {kill} there are {peers - 1}, who would wait for ever")
@@ -102,14 +101,3 @@ def _flag(key: str, value: Any) -> tuple[str, str]:
     if isinstance(value, bool):
         return (f"--{option}" if value else f"--no-{option}"), ""
     return f"--{option}", str(value)
-
-
-def _check_picture(picture: Path) -> None:
-    if picture.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--picture {picture}: the name must end in .png, .svg or .pdf")
-    if not picture.absolute().parent.is_dir():
-        raise UserError(f"--picture {picture}: no such folder: {picture.absolute().parent}")
-    if picture.is_dir():
-        raise UserError(f"--picture {picture}: this is a folder")
-    if not os.access(picture if picture.exists() else picture.absolute().parent, os.W_OK):
-        raise UserError(f"--picture {picture}: you may not write there; say where you may")
