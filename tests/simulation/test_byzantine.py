@@ -48,6 +48,15 @@ def test_who_breaks_the_rules_is_not_heard_for_long(attack: str) -> None:
     assert attacked["bytes_sent_total"] < 2 * honest["bytes_sent_total"], "it says the same again and again"
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(("attack", "liar"), [("sign-flip", 3), ("pull", 3)])
+def test_one_worker_of_eight_that_lies_does_not_ruin_a_centre(attack: str, liar: int) -> None:
+    eight = replace(SMALL, peers=8, mode="elastic", problem="digits", byzantine=f"{attack}:1", seed=1)
+    result = simulate(eight).result
+    assert result["liars"] == [liar], "it is not the centre"
+    assert result["accuracy"] > result["clean_accuracy"] - 0.03
+
+
 @pytest.mark.parametrize("attack", ["huge", "nan"])
 def test_no_end_waits_for_who_is_not_heard(attack: str) -> None:
     run = _Run(replace(SMALL, byzantine=f"{attack}:1"), None)

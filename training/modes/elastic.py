@@ -107,6 +107,9 @@ class _Centre(Gossip):
         self._members = members
         return links
 
+    def _comparable(self) -> int:
+        return len(self._alive)
+
     def _flush_limit(self) -> float:
         return GAIN_MAX if self._half_way else 1 / (1 + max(1, len(self._members)))
 

@@ -48,6 +48,7 @@ STEP_MIN = 0.5
 """A step counts as at least this share of the mean step at its learning rate."""
 FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
+FULL = 2.0  # times what a worker of a centre may move it by, which it has at most when it comes late
 COMPARED_MIN = 3  # partners of which one can be told from the others
 FLUSH = 2.0
 """Times the usual distance: what each peer may move a model whose run has ended."""
@@ -148,11 +149,14 @@ class Allowance:
     ends: int = 0  # of its own runs, since then
     granted_ends: int = 0  # for so many of them it has been granted that again
     met_at: int = 0  # the number of the exchange, of those with all peers, that `distances` are of
+    others: int = 0  # exchanges since its own last one, of a centre's other workers
     compared_at: int = 0  # and of the last one when these were last compared with the others'
 
 
 class PairAllowances:
     """What each peer may still move one node's model."""
+
+    _flush = FLUSH
 
     def __init__(self, layout: Layout) -> None:
         self._tensors = tensors_of(layout)
@@ -332,11 +336,17 @@ class PairAllowances:
         if not (one.granted or anew):
             return
         usual = _low_median(known if one.granted else [self._way, *known])
-        np.maximum(one.left, FLUSH * usual * self._say(peer, peers), out=one.left)
+        np.maximum(one.left, self._flush * usual * self._say(peer, peers), out=one.left)
 
 
 class CentreAllowances(PairAllowances):
-    """What each worker may move a centre variable, which makes no steps: twice what is usual among the others."""
+    """What each worker may move a centre variable, which makes no steps of its own to measure by.
+
+    While most workers train that is twice as far as it may move them, and each exchange of another one fills a share of
+    it: who comes more often than the others moves it no further.
+    """
+
+    _flush = FAR  # its flush moves it by a worker's whole distance, half of it a second time
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
@@ -346,19 +356,47 @@ class CentreAllowances(PairAllowances):
         """It does not move by itself."""
 
     def heard(self, peer: NodeId, limits: Norms) -> None:
-        """How far the centre may move this worker."""
+        """How far the centre may move this worker; without a bound, once its run has ended."""
         self._said[peer] = limits
 
     def limits(self, peer: NodeId, peers: Collection[NodeId]) -> Norms:
         """See `PairAllowances`."""
         others = [said for id in peers if id != peer and (said := self._said.get(id)) is not None]
-        return 2 * _low_median(others) if len(others) > 1 else np.full(len(self._tensors), np.inf)
+        if len(others) < COMPARED_MIN - 1:
+            return np.full(len(self._tensors), np.inf)
+        most = 2 * _low_median(others)
+        one = self._peers.get(peer) or self._first(peer, most)
+        have_ended = not np.isfinite(most).all()
+        if have_ended and not self._ended:
+            super().end_run(peers)
+        elif self._ended and not have_ended:
+            super().begin_run()
+        if not have_ended:
+            one.left = np.minimum(one.left + most * (one.others / len(others)), FULL * most)
+            one.others = 0
+            return one.left * self._say(peer, peers)
+        if not one.granted:
+            self._grant(one, peer, peers)
+        return one.left.copy()
+
+    def spent(self, peer: NodeId, moved: Norms, distances: Norms) -> None:
+        """See `PairAllowances`."""
+        if (one := self._peers.get(peer)) is not None:
+            np.maximum(one.left - moved, 0.0, out=one.left)
+            if not self._ended or one.usual is None:
+                self._note(one, distances)
+        for id, other in self._peers.items():
+            other.others += id != peer
 
     def end_run(self, peers: Collection[NodeId]) -> None:
-        """The workers say what is usual."""
+        """The workers' runs count, not that of the centre's own node."""
+
+    def begin_run(self) -> None:
+        """As `end_run`."""
 
     def keep(self, peers: frozenset[NodeId]) -> None:
         """See `PairAllowances`."""
+        super().keep(peers)
         for gone in self._said.keys() - peers:
             del self._said[gone]
 

@@ -21,6 +21,7 @@ from peerd.training.pairs.reference import PROGRESS_MIN, ExchangeHalf, PairedRef
 from peerd.training.pairs.robust import (
     FAR,
     FLUSH,
+    FULL,
     RATE,
     STEP_MIN,
     TENSOR_MIN,
@@ -416,6 +417,51 @@ def test_the_centre_is_moved_by_what_is_usual_among_the_other_workers() -> None:
         centre.heard(peer, np.array([said]))
     assert float(centre.limits("c", "abc")[0]) == 2.0
     assert float(centre.limits("a", "abc")[0]) == 4.0
+
+
+def test_who_comes_to_the_centre_more_often_than_the_others_moves_it_no_further() -> None:
+    moved = dict.fromkeys("abcd", 0.0)
+    centre = _centre_of("abcd")
+    for number in range(400):
+        peer = "abc"[number // 4 % 3] if number % 4 == 0 else "d"
+        limit = centre.limits(peer, "abcd")
+        centre.spent(peer, limit, np.array([1.0]))
+        moved[peer] += float(limit[0])
+    assert moved["d"] <= 1.1 * max(moved[peer] for peer in "abc")
+
+
+def test_a_worker_far_away_from_the_centre_has_less_say_and_is_told_from_the_others() -> None:
+    centre = _centre_of("abcd")
+    for peer, apart in zip("abcd", (1.0, 2.0, 1.0, 80.0), strict=True):
+        centre.limits(peer, "abcd")
+        centre.spent(peer, np.zeros(1), np.array([apart]))
+    assert float(centre.limits("d", "abcd")[0]) == 2.0 * FAR / 80
+    assert centre.farness("d", "abcd") == 20.0
+
+
+def test_once_most_workers_have_ended_each_moves_the_centre_by_a_few_times_what_was_usual_in_all() -> None:
+    centre = _centre_of("abcd")
+    for peer in "abcd":
+        centre.limits(peer, "abcd")
+        centre.spent(peer, np.zeros(1), np.array([3.0]))
+    for peer in "abc":
+        centre.heard(peer, np.array([math.inf]))
+    moved = 0.0
+    for _ in range(50):
+        limit = centre.limits("d", "abcd")
+        centre.spent("d", 0.5 * limit, np.array([3.0]))
+        moved += 0.5 * float(limit[0])
+    assert 0.99 * FAR * 3.0 < moved <= FAR * 3.0
+    for peer in "abc":
+        centre.heard(peer, np.array([1.0]))  # they train again
+    assert float(centre.limits("d", "abcd")[0]) <= 2 * FULL
+
+
+def _centre_of(workers: str) -> CentreAllowances:
+    centre = CentreAllowances(ONE)
+    for peer in workers:
+        centre.heard(peer, np.array([1.0]))
+    return centre
 
 
 # ---------------------------------------------------------------- the graylist
