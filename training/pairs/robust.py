@@ -50,8 +50,11 @@ FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 FULL = 2.0  # times what a worker of a centre may move it by, which it has at most when it comes late
 COMPARED_MIN = 3  # partners of which one can be told from the others
-FLUSH = 2.0
-"""Times the usual distance: what each peer may move a model whose run has ended."""
+FLUSH = 1.5
+"""Times the usual distance: what each peer may move a model whose run has ended. With 1 honest partners of a liar end
+apart; with 2 one liar of eight took 5 to 8 points more of runs with few exchanges (RESULTS.md)."""
+FLUSH_OF_FEW = 1.0
+"""The same where partners meet seldom: the usual is then as far as models have gone."""
 USUAL_WEIGHT = 0.25  # of the last distance
 TENSOR_MIN = 1 / 4
 """A tensor of parameters counts as gone at least this share of their mean way, value for value."""
@@ -244,6 +247,7 @@ class PairAllowances:
     def met(self, peer: NodeId, distances: Norms) -> None:
         """The two were so far apart, and came together by other means than halves: who has seen to it bounds that."""
         self._base = None  # the way until the run ends is not looked at here
+        self._flush = FLUSH_OF_FEW
         self._note(self._peers.get(peer) or self._first(peer, np.zeros(len(self._tensors))), distances)
 
     def farness(self, peer: NodeId, peers: Collection[NodeId]) -> float | None:
@@ -346,7 +350,7 @@ class CentreAllowances(PairAllowances):
     it: who comes more often than the others moves it no further.
     """
 
-    _flush = FAR  # its flush moves it by a worker's whole distance, half of it a second time
+    _flush = FAR  # what ends a run of it moves it by a worker's whole distance, half of that a second time, and so on
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
