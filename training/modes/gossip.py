@@ -26,7 +26,7 @@ from peerd.training.flush import FLUSH_CODEC, FLUSH_TOLERANCE
 from peerd.training.mode import not_finite
 from peerd.training.mode_settings import AUTO, ModeSettings
 from peerd.training.pairs.codec_choice import CodecChoice
-from peerd.training.pairs.duration import COARSE, StepTime
+from peerd.training.pairs.duration import COARSE, StepTime, counts_as
 from peerd.training.pairs.graylist import Graylist
 from peerd.training.pairs.link import PairLink
 from peerd.training.pairs.links import PairLinks
@@ -306,6 +306,9 @@ class Gossip(PartneredMode[PairLink]):
         if outcome.exchanged is not None:
             if ours is not None and self._settings.codec == AUTO:
                 self._choice.ended(link, ours.codec, message.codec, now)
+            elif ours is not None and self._settings.codec == ours.codec == message.codec:
+                known_as = counts_as(ours.codec)
+                link.took.ended(known_as, known_as, now - link.began_at)
             effects += self._completed(link, message, values, outcome.exchanged, now)
         if link.closing:
             effects.append(Send(sender, LinkClose(link.reference.link, link.reference.version)))

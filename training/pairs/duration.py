@@ -10,6 +10,8 @@ import math
 from collections import deque
 from statistics import median
 
+from peerd.training.codecs import CODECS
+from peerd.training.codecs.vector import PIECE_VALUES
 from peerd.training.mode import LinkedMode
 
 COARSE, SPARSE = LinkedMode.CODEC, "top_k_3"
@@ -22,6 +24,12 @@ ODD = 4.0  # times what it was: one that took longer than that counts as so long
 OLD = 32
 """Exchanges since then: what was measured says nothing any more."""
 STEPS = 8  # reports of which the usual step counts
+
+
+def counts_as(codec: str) -> str:
+    """Which of the two an exchange by this one is taken for: SPARSE, if it has fewer bytes than COARSE."""
+    own, coarse = (CODECS[name].body_limit(PIECE_VALUES) for name in (codec, COARSE))
+    return SPARSE if own < coarse else COARSE
 
 
 class StepTime:

@@ -21,6 +21,7 @@ from peerd.training.codecs import CODECS, vector
 from peerd.training.effects import Send, Vector
 from peerd.training.mode_settings import AUTO
 from peerd.training.modes import EVERY_STEP, gossip
+from peerd.training.modes.gossip import ANSWERED_MIN_S
 from peerd.training.pairs.codec_choice import SPARSE_WORTH
 from peerd.training.pairs.link import CAME, TRANSITIONS, WENT, LinkState
 from peerd.training.pairs.links import OPENED_MAX
@@ -438,6 +439,26 @@ def test_a_flush_ends_with_one_model_and_lets_every_trainer_go() -> None:
     assert swarm.drift() < 1e-12
     for node in swarm.nodes.values():
         assert node.proceeded == [False, True]
+
+
+@pytest.mark.parametrize("codec", WITH)
+def test_a_flush_over_thin_lines_waits_for_what_it_has_begun(codec: str) -> None:
+    """By a codec that was given, each began another exchange every two seconds, while none could be through."""
+    swarm = GossipSwarm(4, 600, codec, seed=1)
+    swarm.everyone_alive()
+    swarm.settle()
+    for name in 4 * list(swarm.nodes):
+        swarm.step(name, 1.0)
+        swarm.now += 5.0
+        swarm.settle()
+    swarm.finish(*swarm.nodes)
+    for _ in range(4):
+        while lines := [line for line in swarm.waiting() if not isinstance(swarm.queues[line][0], Delta)]:
+            swarm.deliver(*lines[0])
+        swarm.pass_time(ANSWERED_MIN_S + 0.1)
+    assert sum(node.core.counts["trigger_finishing"] for node in swarm.nodes.values()) <= len(swarm.nodes)
+    swarm.quiesce()
+    assert swarm.spread() < 0.01
 
 
 def test_a_leaver_hands_over_to_partners_that_train_on() -> None:
