@@ -38,6 +38,7 @@ from peerd.transport.messages import (
 
 NEWCOMER_CODEC = "float32"  # a newcomer starts from exactly the donor's model
 SLOWEST_KEPT = 0.9  # of the slowest, at each exchange that was sooner: one of a bad day is forgotten
+ODD = 4.0  # times the slowest of late: one that took longer counts as so long
 LAST_WORDS_S = 60.0  # how long one who has gone is heard: what it said last may come after the news of its leave
 
 
@@ -313,7 +314,10 @@ class ModeCore:
                     self._early.keep(sender, message)
                     return []
                 if (began := self._began.pop(sender, None)) is not None:
-                    self._slowest[sender] = max(SLOWEST_KEPT * self._slowest.get(sender, 0.0), now - began)
+                    before = self._slowest.get(sender, 0.0)
+                    # in one that took far longer than any of late this process, or the other, stood still
+                    took_s = min(now - began, ODD * (before or self.slowest_s) or now - began)
+                    self._slowest[sender] = max(SLOWEST_KEPT * before, took_s)
                     self.slowest_s = max(self._slowest.values())
                 return mode.on_message(sender, message, now)
             case Reconnected(peer):

@@ -150,6 +150,28 @@ def test_an_exchange_with_one_that_left_is_no_measure_any_more() -> None:
     assert core.slowest_s == 2.0
 
 
+@pytest.mark.parametrize("known", ["xy", "y", ""])
+def test_an_exchange_in_which_a_node_stood_still_for_hours_is_no_measure_and_a_line_that_slows_down_is(
+    known: str,
+) -> None:
+    """Who left after it would have waited for four times as long, for a partner that does not answer."""
+    nothing: Any = SimpleNamespace(counts={}, on_peers=lambda *_: [], on_message=lambda *_: [])
+    core = ModeCore()
+    core.mode = nothing
+    half = Delta(1, 1, "sign", 0.1, True, False, b"", 0.0, 0.0, ())
+    core.handle(PeersChanged(frozenset("xy")), 0.0)
+
+    def exchange(peer: str, seconds: float) -> float:
+        core.sent(peer, half, 0.0)
+        core.handle(Received(peer, DeltaTaken(1, 1)), seconds)
+        return core.slowest_s
+
+    for peer in known:
+        exchange(peer, 2.0)
+    assert exchange("x", 14_400.0) == (8.0 if known else 14_400.0)
+    assert [exchange("x", 100.0) for _ in range(3)][-1] >= 100.0
+
+
 def test_a_question_is_no_exchange() -> None:
     nothing: Any = SimpleNamespace(counts={}, on_peers=lambda *_: [], on_message=lambda *_: [])
     core = ModeCore()
