@@ -43,6 +43,7 @@ class Hearer:
             ("an attempt", report.attempt, self.seen),
         ):  # fmt: skip
             within_step(what, told, ours, first=REPORTED_MAX)
+        within_step("a step", report.step, 0)  # an order may repeat it, to all
         check_limit(report.limit)
         if len(report.unreached) > UNREACHED_MAX:
             raise PeerError(f"{len(report.unreached)} members who cannot be reached")
@@ -53,6 +54,7 @@ class Hearer:
         """What no leader orders of a mode like this member's. Raises PeerError."""
         within_step("a round", begin.round, self.round)
         within_step("an attempt", begin.attempt, self.seen)
+        within_step("a model of step", begin.step, 0)  # who goes on from the last could say no later one
         count, is_of_gradients = len(begin.roster), settings.exchange == GRADIENTS
         if len(begin.lives) != count:
             raise PeerError(f"a roster of {count} members with {len(begin.lives)} lives")

@@ -6,7 +6,9 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from weather import NAMES, Lives, names, weather_settings
 
 from peerd.training.codecs import CODECS
+from peerd.training.counts import COUNT_END, FIRST_MAX
 from peerd.training.effects import Become, Vector
 from peerd.training.mode_settings import ModeSettings
 from peerd.training.modes import check_given, check_options
@@ -602,6 +605,24 @@ def test_orders_that_no_leader_gives_are_refused() -> None:
         told = replace(order, **{"lengths": (), "round": order.round + 1, "attempt": order.attempt + 1, **change})
         with pytest.raises(PeerError):
             core.on_message("a", told, 0.0)
+
+
+@pytest.mark.parametrize("who", ["leader", "member"])
+def test_no_member_goes_on_from_a_step_after_which_no_other_can_be_said(who: str) -> None:
+    """It could not report any more, nor could its next life, which had a checkpoint of that step."""
+    swarm = GradientSwarm("abc")
+    swarm.train(1, lambda name: swarm.integers() / 1000)
+    leader, member = swarm.nodes["a"].core, swarm.nodes["b"].core
+    order, report = member._rounds.order, member._rounds._report(0.0)
+    for step in (FIRST_MAX, COUNT_END - 1):
+        refused = pytest.raises(PeerError, match="step") if step > FIRST_MAX else nullcontext()
+        with refused:
+            if who == "member":
+                leader.on_message("b", replace(report, step=step), 0.0)
+            else:
+                whole: Any = {"whole": True, "codec": "float32", "source": "a", "weights": (), "lengths": ()}
+                told = replace(order, **whole, step=step, round=order.round + 1, attempt=order.attempt + 1)
+                member.on_message("a", told, 0.0)
 
 
 def test_what_has_no_effect_with_gradients_is_refused() -> None:
