@@ -30,6 +30,7 @@ from peerd.node.meta import FOUNDS, NodeMeta, partners
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
 from peerd.process.own_address import OwnAddress, is_elsewhere
+from peerd.process.seldom import Seldom
 from peerd.relay.guest import Guest
 from peerd.relay.lender import Lender, Near
 from peerd.security import authority_folder
@@ -57,6 +58,7 @@ TENSORS_MAX = 1000  # names in a HELLO, of TENSOR_BYTES_MAX each
 TENSOR_BYTES_MAX = 256
 SCRIPT_ENDS = "the script's end"
 LEAVE_SPREAD_S = 3.0  # a few gossip rounds; whoever misses the word hears it from others
+REFUSED_TOLD_S = 3600.0
 PUT_OUT = ("revoked", "issuer")  # what ends a node that was in the swarm is the statement beside it
 ALERTS = (*PUT_OUT, "certificate", "authority", "encryption")  # said before a handshake is over: by anybody
 THEIR_SWARM = ("swarm", "run")  # what a member never refuses: another node has its address now
@@ -106,6 +108,7 @@ class Daemon:
         self.bound = bound
         self.own_address = OwnAddress(bound[0], lambda: (self.me.host, self.me.port), self._is_asked_by_nobody)
         self._kept = kept
+        self._refusals = Seldom(REFUSED_TOLD_S)  # by whom and for what: who has refused this node is dialled again
         self.guest: Guest | None = None
         self.lender = Lender(settings.lent_ports, bound[0], me.host, budget)
         self._transport = transport = Near(transport, self.lender.near)
@@ -295,14 +298,15 @@ class Daemon:
 
     def _on_refused_by_peer(self, peer: NodeId, refusal: Refused) -> None:
         self._hear_proof(refusal)
-        if refusal.field in PUT_OUT:
-            LOGGER.warning("%s", cured(refusal))
+        is_news = self._refusals.is_news(peer, refusal.field, now=trio.current_time())
+        if refusal.field in PUT_OUT or refusal.field in THEIR_SWARM:
+            if is_news:
+                gone = refusal.field in THEIR_SWARM
+                told = f"{refusal}; a member listened there, and does no more" if gone else cured(refusal)
+                LOGGER.warning("%s", told)
             return
-        if refusal.field in THEIR_SWARM:
-            LOGGER.warning("%s; a member listened there, and does no more", refusal)
-            return
-        differs = (refusal.field, refusal.here, refusal.there)
-        self.model.on_refused(PeerError(cured(refusal)), newcomer=self.model.meta.expects, peer=peer, differs=differs)
+        differs, newcomer = (refusal.field, refusal.here, refusal.there), self.model.meta.expects
+        self.model.on_refused(PeerError(cured(refusal)), newcomer=newcomer, peer=peer, differs=differs, is_news=is_news)
 
     def _on_refused_by_seed(self, where: Address, refusal: Refused) -> None:
         self._hear_proof(refusal)

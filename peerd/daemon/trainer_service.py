@@ -234,15 +234,17 @@ class TrainerService:
         return lives and limit.admits(sender, trio.current_time())
 
     def on_refused(
-        self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None, differs: tuple[str, ...] = ()
-    ) -> None:
-        """A peer will not have us. Before we are part of the swarm that is our own failure.
+        self, refusal: PeerError, *, newcomer: bool, peer: NodeId | None = None, differs: tuple[str, ...] = (),
+        is_news: bool = True,
+    ) -> None:  # fmt: skip
+        """A peer will not have us. Before we are part of the swarm that is our own failure; then a line, if `is_news`.
 
         Unless it is only one of several that have a model: then another one is asked, and said to refuse us, too, only
         where that is for something else; `differs` says for what.
         """
         if self.meta.ready or not newcomer:
-            LOGGER.warning("%s", refusal)
+            if is_news:
+                LOGGER.warning("%s", refusal)
         elif peer is not None and self._catch_up.others_after(peer):
             if not differs or differs != self._differs:
                 LOGGER.warning("%s", refusal)

@@ -11,12 +11,13 @@ REMEMBERED_MAX = 8192
 class Seldom:
     """Lines of one kind, each by what it is about."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = SAID_EVERY_S) -> None:
+        self._every_s = every_s
         self._said_at: dict[tuple[str, ...], float] = {}
 
     def is_news(self, *line: str, now: float) -> bool:
         """Whether it is to be said; then it is taken for said."""
-        if now - self._said_at.get(line, -math.inf) < SAID_EVERY_S:
+        if now - self._said_at.get(line, -math.inf) < self._every_s:
             return False
         if len(self._said_at) >= REMEMBERED_MAX:
             self._said_at.clear()

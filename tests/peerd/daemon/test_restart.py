@@ -409,6 +409,24 @@ def test_where_a_member_was_another_swarms_node_ends_nobody_and_asks_for_no_join
     assert "a refused this node; a member listened there, and does no more" in caplog.messages
 
 
+@pytest.mark.parametrize("field", ["revoked", "swarm", "certificate", "model"])
+def test_who_goes_on_refusing_a_member_is_told_of_once(field: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is dialled again twice a minute, as is each partner that does so."""
+    caplog.set_level(logging.WARNING)
+
+    async def scenario(swarm: Swarm) -> None:
+        await formed(swarm, "ab")
+        for _ in range(5):
+            for peer in "ac":
+                refusal = Refused(f"{peer} refused this node", Refuse(field, "theirs", "ours"))
+                swarm.nodes["b"].daemon._on_refused_by_peer(peer, refusal)
+            await trio.sleep(30)
+
+    simulate(1, scenario)
+    told = [text for text in caplog.messages if "refused this node" in text]
+    assert sorted(text[0] for text in told) == ["a", "c"]
+
+
 def test_a_node_started_again_with_another_mode_ends_with_a_line() -> None:
     """Its members say so over connections that have proved who they are."""
 
