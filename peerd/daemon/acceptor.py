@@ -82,7 +82,7 @@ class Acceptor:
         except ConnectionLost:
             pass
         except PeerError as error:
-            if not self._offences.refused_s(self._who(connection), connection.host):  # else it was said why
+            if self._is_told(connection, error):
                 told = str(error).removeprefix(f"{connection.remote}: ")
                 LOGGER.warning("dropped %s: %s", self._called(connection), told)
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
@@ -181,6 +181,13 @@ class Acceptor:
         if node and not isinstance(error, Blameless):
             _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
             self._peers.cut(node, connection.host)
+
+    def _is_told(self, connection: Connection, error: PeerError) -> bool:
+        """Whether the log is to say so: not of who is refused, which was said, nor each time of who is only silent."""
+        who = self._who(connection)
+        if isinstance(error, Blameless) and not who:
+            return self._seldom.is_news(connection.host, "blameless", now=trio.current_time())
+        return not self._offences.refused_s(who, connection.host)
 
     def _called(self, connection: Connection) -> str:
         """By the log."""
