@@ -12,6 +12,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from peerd.cli.misuse import FAILED_CODE
 from peerd.cli.output import NameOption, echo, mean_of, plain_table, print_json, print_table, size
 from peerd.local.local_socket import find_node, request, running_nodes, socket_path
 from peerd.transport.errors import UserError
@@ -96,11 +97,13 @@ def _print_all(format: StatusFormat) -> None:
             answers.append({"name": name, "error": str(error)})
     if format is StatusFormat.JSON:
         print_json(answers)
-        return
-    print_table(["NAME", "PHASE", "STEP", "LOSS", "MODE", "MEMBERS", "SENT"], list(map(_row, answers)))
-    for answer in answers:
-        if "error" in answer:
-            echo(f"{answer['name']}: {answer['error']}", err=True)
+    else:
+        print_table(["NAME", "PHASE", "STEP", "LOSS", "MODE", "MEMBERS", "SENT"], list(map(_row, answers)))
+        for answer in answers:
+            if "error" in answer:
+                echo(f"{answer['name']}: {answer['error']}", err=True)
+    if all("error" in answer for answer in answers):
+        raise typer.Exit(FAILED_CODE)
 
 
 def _in_time() -> Callable[[], None]:

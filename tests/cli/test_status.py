@@ -116,6 +116,19 @@ def test_all_nodes_of_this_machine_in_one_table(monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "b: the node 'b' is starting\n"
     told = CliRunner().invoke(app, ["status", "--all", "--format", "json"], catch_exceptions=False)
     assert json.loads(told.stdout) == [answers["a"], {"name": "b", "error": "the node 'b' is starting"}, answers["c"]]
+    assert (done.exit_code, told.exit_code) == (0, 0)
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_all_nodes_without_an_answer_are_a_failure(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    def request(path: Path, verb: str, meanwhile: Callable[[], None]) -> dict[str, Any]:
+        raise UserError("the node's process 7 is stopped")
+
+    monkeypatch.setattr("peerd.cli.status.running_nodes", lambda: ["a", "b"])
+    monkeypatch.setattr("peerd.cli.status.request", request)
+    done = CliRunner().invoke(app, ["status", "--all", "--format", format], catch_exceptions=False)
+    assert done.exit_code == 1
+    assert "stopped" in done.output
 
 
 def test_a_node_that_hangs_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
