@@ -343,6 +343,21 @@ def test_an_answer_that_cannot_be_written_is_a_line(machine: Machine, arguments:
     assert (done.returncode, done.stderr.strip()) == (1, "peerd: cannot write the answer: No space left on device")
 
 
+def test_what_a_terminal_has_no_characters_for_is_shown_by_others(machine: Machine, tmp_path: Path) -> None:
+    """A table that is cut, or a trend, has some; and a path may be no UTF-8."""
+    named = os.fsdecode(bytes(tmp_path) + b"/\xff.html")
+    for arguments, locale in (
+        (("simulate", "--help"), {"PYTHONIOENCODING": "ascii", "COLUMNS": "20"}),
+        (("simulate", "--peers", "2", "--minutes", "0.1", "--report", named), {"PYTHONIOENCODING": "utf-8"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "peerd.cli.main", *arguments],
+            capture_output=True, text=True, env={**machine.environment, **locale},
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(r"\udcff.html" + "\n")
+
+
 @pytest.mark.parametrize("after_s", [0.06, 0.1, 0.14, 0.2])
 def test_an_interrupt_while_it_begins_is_a_line(machine: Machine, after_s: float) -> None:
     """Whenever it comes; an interpreter that has not yet come to our code ends as it likes."""
