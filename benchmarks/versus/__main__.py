@@ -36,7 +36,7 @@ from peerd.reproduce.cells import sources
 from peerd.reproduce.experiment import Curve, Plot
 from peerd.reproduce.page import drawn
 from peerd.reproduce.sockets.lines import can_make_namespaces
-from peerd.training.plain_numbers import number
+from peerd.training.plain_numbers import number, whole
 from peerd.training.tasks import TASKS, data_partition
 from peerd.transport.errors import UserError
 
@@ -134,7 +134,10 @@ def plots(found: dict[str, list[Result]]) -> list[Plot]:
 def span(text: str) -> list[int]:
     """`0..2` or `1`."""
     first, _, last = text.partition("..")
-    return list(range(int(first), int(last or first) + 1))
+    seeds = list(range(whole(first), whole(last or first) + 1))
+    if not seeds or seeds[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text}: wanted FIRST..LAST or one seed, none below 0")
+    return seeds
 
 
 def within(least: float, most: float) -> Callable[[str], float]:
@@ -152,6 +155,8 @@ def within(least: float, most: float) -> Callable[[str], float]:
 def in_a_folder(text: str) -> Path:
     """A file that can be written."""
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: this is a folder")
     if not os.access(path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: no folder to write to: {path.absolute().parent}")
     return path

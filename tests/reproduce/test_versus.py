@@ -144,7 +144,8 @@ def test_a_worker_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("option", "text"),
     [("--mbit", "nan"), ("--mbit", "-1"), ("--pace", "inf"), ("--target", "9"), ("--target", "x"),
-     ("--cells", "/proc/x/cells"), ("--plot", "/nowhere/plot.svg")],
+     ("--cells", "/proc/x/cells"), ("--cells", "/proc"), ("--plot", "/nowhere/plot.svg"),
+     ("--seeds", "2..0"), ("--seeds", "-1"), ("--seeds", "0..x")],
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused_before_a_run(
     option: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
