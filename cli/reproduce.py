@@ -58,6 +58,7 @@ def reproduce(
     if quick and tiny:
         raise UserError("--quick and --tiny: say one of them")
     check_file("--report", report, ".html")
+    check_file("--report", report.with_suffix(".json"), ".json")
     size = Size.TINY if tiny else Size.QUICK if quick else Size.FULL
     store = CellStore(cells or default_folder())
     reports = []

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,10 @@ class Kept:
     date: str
 
 
+class CannotKeep(UserError):
+    """What was measured would be lost, and all that comes after it."""
+
+
 class CellStore:
     """The finished cells of all experiments. A cell is found again if it and peerd's sources are the same."""
 
@@ -57,7 +62,7 @@ class CellStore:
         return Kept(result, date) if isinstance(result, dict) and isinstance(date, str) else None
 
     def keep(self, experiment: Experiment, cell: Cell, result: Result) -> Kept:
-        """Either all of it or nothing is there afterwards. Raises UserError."""
+        """Either all of it or nothing is there afterwards. Raises CannotKeep."""
         kept = Kept(result, time.strftime("%Y-%m-%d", time.gmtime()))
         path = self._path(experiment, cell)
         unfinished = path.with_suffix(f".{os.getpid()}")
@@ -66,8 +71,9 @@ class CellStore:
             unfinished.write_text(json.dumps({"of": _of(experiment, cell), **asdict(kept)}), encoding="utf-8")
             unfinished.replace(path)
         except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise UserError(f"cannot keep a finished cell in {path.parent}: {error.strerror}") from None
+            with suppress(OSError):
+                unfinished.unlink()
+            raise CannotKeep(f"cannot keep a finished cell in {path.parent}: {error.strerror}") from None
         return kept
 
     def _path(self, experiment: Experiment, cell: Cell) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from peerd.reproduce.cells import CellStore
+from peerd.reproduce.cells import CannotKeep, CellStore
 from peerd.reproduce.experiment import (
     Cell,
     Experiment,
@@ -59,6 +59,8 @@ def run_experiment(
         runner = _Runner(experiment, store, pool, tell)
         try:
             findings = experiment.study(size, runner)
+        except CannotKeep:
+            raise
         except UserError as error:
             missing = NotRun(str(error))
             figures = {criterion.key: missing for criterion in experiment.criteria}

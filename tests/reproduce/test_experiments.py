@@ -249,6 +249,13 @@ def test_bad_input_is_one_line(words: list[str], said: str) -> None:
     assert said in str(result.exception)
 
 
+def test_a_page_without_a_place_for_its_figures_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "page.json").mkdir()
+    result = run("E7", "--report", f"{tmp_path}/page.html", "--cells", f"{tmp_path}/cells", "--tiny")
+    assert str(result.exception) == f"--report {tmp_path}/page.json: this is a folder"
+    assert not (tmp_path / "cells").exists()
+
+
 def test_without_names_it_lists_them() -> None:
     result = run()
     assert result.exit_code == 0

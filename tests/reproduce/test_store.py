@@ -96,6 +96,13 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (report.verdict, report.cells, report.seeds) == (Verdict.REPRODUCED, 4, [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("place", ["/dev/null", "/proc/nowhere"])
+def test_cells_that_cannot_be_kept_end_the_run(place: str) -> None:
+    """Of an experiment that was not run a page would say so, and the command would have done what it was told."""
+    with pytest.raises(UserError, match=f"^cannot keep a finished cell in {place}/E0: No"):
+        run_experiment(EXAMPLE, Size.TINY, CellStore(Path(place)), 1)
+
+
 def test_an_interrupt_keeps_what_is_finished(tmp_path: Path) -> None:
     store = CellStore(tmp_path)
     some = [replace(cell, settings={"broken": [2]}) for cell in CELLS]
