@@ -149,6 +149,9 @@ def simulate(
         )
     except KeyboardInterrupt:
         raise Interrupted("interrupted: no result; a trace holds what was simulated until then") from None
+    except MemoryError as error:
+        cure = "take fewer --peers or a smaller --problem, or simulate its --parameters by --problem bytes"
+        raise UserError(f"not enough memory for this swarm{f' ({error})' if str(error) else ''}; {cure}") from None
     if report is not None:
         from peerd.simulation.report import as_html
 
@@ -192,6 +195,8 @@ def _written(path: Path | None) -> Iterator[TextIO | None]:
         with path.open("a", encoding="utf-8") as file:
             yield file
     except OSError as error:
+        if error.filename not in (None, str(path)):  # of the run, as of a mode of the user's own
+            raise
         raise UserError(f"--trace {path}: {error.strerror}") from None
 
 

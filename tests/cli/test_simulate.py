@@ -124,6 +124,29 @@ def test_a_trace_that_was_cut_has_no_last_line(tmp_path: Path, monkeypatch: pyte
     assert rows[-1]["event"] != "end"
 
 
+def test_a_trace_is_not_blamed_for_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode of the user's own may read one."""
+
+    def reads(swarm: Swarm, seconds: float, stop: object = None) -> bool:
+        return Path("/nowhere/table").exists() or bool(Path("/nowhere/table").read_text())
+
+    monkeypatch.setattr(Swarm, "run", reads)
+    with pytest.raises(FileNotFoundError, match="/nowhere/table"):
+        simulate(*SHORT, "--trace", str(tmp_path / "trace.jsonl"))
+
+
+def test_a_swarm_that_does_not_fit_into_memory_is_told_in_a_line() -> None:
+    limited = (
+        "import resource; from peerd.cli import main; from peerd.cli.simulate import simulate; "
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); main.run()"
+    )
+    words = ["simulate", "--problem", "teacher:4096-64-10:examples=1000000", "--peers", "2", "--steps", "1"]
+    done = subprocess.run([sys.executable, "-c", limited, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("peerd: not enough memory for this swarm (Unable to allocate 15.3 GiB")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_mode_that_has_come_to_no_round_yet_says_so() -> None:
     words = ["--problem", "bytes", "--parameters", "1000000000", "--network", "home", "--faults", "none"]
     words = ["simulate", *words, "--mode", "hardsync", "--steps", "9", "--minutes", "1", "--peers", "2"]
