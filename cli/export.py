@@ -26,7 +26,7 @@ def export(
     """Write the model that the node holds now: trainable parameters and float buffers, by name."""
     if path.suffix != ".safetensors":
         raise UserError(f"export {path}: the file is written as safetensors; end its name in .safetensors")
-    if path.is_file() and not force:
+    if os.path.isfile(path) and not force:
         raise UserError(f"export {path}: there is such a file already; --force puts this one in its place")
     node = find_node(name)
     answer = _complete(node, path.absolute()) if complete else request(node, "export", path=str(path.absolute()))

@@ -74,11 +74,16 @@ def check_file(option: str, path: Path, *endings: str) -> None:
         *others, last = endings
         named = f"{', '.join(others)} or {last}" if others else last
         raise UserError(f"{option} {path}: the name must end in {named}")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {path}: no such folder: {path.absolute().parent}")
-    if path.is_dir():
+    folder = path.absolute().parent
+    try:
+        is_folder, parent_is, there = path.is_dir(), folder.is_dir(), path.exists()
+    except OSError as error:  # a folder above it is closed to this user, or the name is too long
+        raise UserError(f"{option} {path}: {error.strerror}; choose another place") from None
+    if not parent_is:
+        raise UserError(f"{option} {path}: no such folder: {folder}")
+    if is_folder:
         raise UserError(f"{option} {path}: this is a folder")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not os.access(path if there else folder, os.W_OK):
         raise UserError(f"{option} {path}: you may not write there; choose another place")
 
 

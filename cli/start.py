@@ -173,6 +173,6 @@ def start(
 
 def _config_from_environment() -> Path | None:
     given = os.environ.get("PEERD_CONFIG")
-    if given and not Path(given).is_file():
+    if given and not os.path.isfile(given):
         raise UserError(f"PEERD_CONFIG: no such file: {given}")
     return Path(given) if given else None

@@ -236,7 +236,7 @@ def _argv(command: list[str]) -> list[str]:
         if shutil.which(script) is None:
             raise UserError(f"no such command or task: {script}; built-in tasks: {', '.join(TASKS)}")
         return command  # torchrun, python -m ..., a shell script
-    if not Path(script).is_file():
+    if not os.path.isfile(script):  # Path's own raises where a folder above it is closed to this user
         raise UserError(f"no such script: {script}")
     return [sys.executable, "-u", *command]
 

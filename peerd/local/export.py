@@ -58,11 +58,11 @@ def replaced(path: Path, write: Callable[[Path], None]) -> int:
 def check_folder(path: Path) -> None:
     """Before a large model is converted. Raises UserError."""
     folder = path.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # Path's own raises where a folder above it is closed to this user
         raise UserError(f"cannot write {path}: no such folder: {folder}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"cannot write {path}: the folder {folder} is not writable")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"cannot write {path}: it is a folder")
 
 

@@ -73,6 +73,7 @@ def terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 
 START = ("start", "--bind", "127.0.0.1:0")
+TOO_LONG = "long" * 70  # for a name: to look whether it is there fails, as in a folder that is closed to this user
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,10 @@ def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, ex
         (("demo", "--every", "5"), "every: without effect in mode gossip, which takes codec, trigger, view"),
         ((*START, "--mode", "diloco", "--servers", "2"), "servers: without effect in mode diloco, which takes codec, "),
         (("demo", "--picture", "p.txt"), "the name must end in .png, .svg or .pdf"),
+        ((*START, f"{TOO_LONG}.py"), "no such script: long"),
+        ((*START, "--mode", f"{TOO_LONG}.py:Mine"), ".py:Mine: there is no file long"),
+        (("demo", "--picture", f"{TOO_LONG}.png"), ".png: File name too long; choose another place"),
+        (("export", f"{TOO_LONG}.safetensors"), "no peerd node runs here"),
         (("members",), "no peerd node runs here"),
         (("export", "model.txt"), "export model.txt: the file is written as safetensors; end its name in"),
         (("leave", "--name", "x"), "no node called 'x' runs here"),

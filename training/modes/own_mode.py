@@ -7,6 +7,7 @@ The file runs with all that the user may do, as a training script does.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -58,7 +59,7 @@ def _load(file: Path, text: str, name: str) -> type[ModeClass]:
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None or not file.is_file():
+        if spec is None or spec.loader is None or not os.path.isfile(file):
             raise WrongSetting(f"--mode {text}: there is no file {file}", "mode")
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
