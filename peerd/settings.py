@@ -48,6 +48,7 @@ OTHER_VARIABLES = (
 )  # PEERD_ variables that are no settings
 OF_RDMA = ("rdma_subnets", "rdma_allow_fallback")
 MEMBERS_MAX = 4096  # of a swarm
+FILE_CHARACTERS_MAX = 1_000_000
 _WORDS = {tuple: "a list of strings", int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
@@ -337,7 +338,11 @@ def _is_ipv6(text: str) -> bool:
 def _from_file(file: Path) -> dict[str, Any]:
     text = ""
     try:
-        table = tomllib.loads(text := file.read_text())
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(FILE_CHARACTERS_MAX + 1)
+        if len(text) > FILE_CHARACTERS_MAX:
+            raise UserError(f"config {file}: more than {FILE_CHARACTERS_MAX} characters are no settings")
+        table = tomllib.loads(text)
     except OSError as error:
         raise UserError(f"config {file}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -222,12 +222,17 @@ _NUMBERS = {  # by key: the field, what to multiply with, the least and the most
     "mbit": ("mbit", 1.0, _MBIT_MIN, _MBIT_MAX),
 }
 _PEERS_MAX = 1_000_000
+_CHARACTERS_MAX = 10_000_000
 
 
 def read_topology(path: Path) -> Topology:
     """The topology in a TOML file; see docs/simulation.md for an example. Raises UserError."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_CHARACTERS_MAX + 1)
+        if len(text) > _CHARACTERS_MAX:
+            raise UserError(f"--network {path}: more than {_CHARACTERS_MAX} characters")
+        tables = tomllib.loads(text)
     except OSError as error:
         raise UserError(f"--network {path}: {cause(error)}; docs/simulation.md has an example of such a file") from None
     except (ValueError, RecursionError) as error:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -365,6 +368,19 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"config .*binary: "):
         load({}, {}, tmp_path / "binary")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"config .*endless: more than 1000000 characters are no settings"):
+        load({}, {}, tmp_path / "endless")
+
+
+def test_a_file_is_utf_8_wherever_it_is_read(tmp_path: Path) -> None:
+    (file := tmp_path / "peerd.toml").write_text("# f\u00fcr drei\nview = 3\n", encoding="utf-8")
+    code = (
+        f"from pathlib import Path; from peerd.settings import load; print(load({{}}, {{}}, Path({str(file)!r})).view)"
+    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **locale})
+    assert (done.stdout, done.stderr) == ("3\n", "")
 
 
 @pytest.mark.parametrize(

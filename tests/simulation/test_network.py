@@ -322,6 +322,9 @@ def test_a_bad_topology_gives_one_line_that_names_the_file(tmp_path: Path, text:
 def test_a_topology_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_topology(tmp_path / "none.toml")
+    (tmp_path / "endless.toml").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"endless\.toml: more than 10000000 characters"):
+        read_topology(tmp_path / "endless.toml")
 
 
 @pytest.mark.parametrize("faults", ["none", "all"])
