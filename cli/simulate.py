@@ -152,15 +152,21 @@ def simulate(
     except MemoryError as error:
         cure = "take fewer --peers or a smaller --problem, or simulate its --parameters by --problem bytes"
         raise UserError(f"not enough memory for this swarm{f' ({error})' if str(error) else ''}; {cure}") from None
+    unwritten: UserError | None = None
     if report is not None:
         from peerd.simulation.report import as_html
 
-        write_report(report, as_html(runs))
+        try:
+            write_report(report, as_html(runs))
+        except UserError as error:  # what was simulated is told in any case
+            report, unwritten = None, error
     results = [outcome.result for _, outcome in runs]
     if format is Format.JSON:
         print_json(results[0] if len(results) == 1 else {"runs": results})
     else:
         _print_summary(Console(), results, report)
+    if unwritten is not None:
+        raise unwritten
     if any(result["violations"] for result in results):
         sys.exit(1)
 

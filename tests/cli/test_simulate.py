@@ -135,6 +135,13 @@ def test_a_trace_is_not_blamed_for_another_file(tmp_path: Path, monkeypatch: pyt
         simulate(*SHORT, "--trace", str(tmp_path / "trace.jsonl"))
 
 
+def test_a_report_that_cannot_be_written_loses_no_result(tmp_path: Path) -> None:
+    (report := tmp_path / "report.html").symlink_to("/dev/full")
+    done = CliRunner().invoke(app, ["simulate", *SHORT, "--report", str(report), "--format", "json"])
+    assert str(done.exception) == f"--report {report}: No space left on device"
+    assert json.loads(done.stdout)["digest"]
+
+
 def test_a_swarm_that_does_not_fit_into_memory_is_told_in_a_line() -> None:
     limited = (
         "import resource; from peerd.cli import main; from peerd.cli.simulate import simulate; "
