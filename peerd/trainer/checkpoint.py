@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -227,7 +228,8 @@ def restore(
         return False
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = plain.get("names", [])
-    moved = _moved(names, _names_of(model, optimizer))
+    if (moved := _moved(names, _names_of(model, optimizer))) is None:
+        return False
 
     def place_of(index: str) -> int | None:
         return moved.get(int(index)) if moved else int(index)
@@ -276,15 +278,28 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group.get("params", ())]
 
 
-def _moved(before: list[str], now: list[str]) -> dict[int, int]:
+def _moved(before: list[str], now: list[str]) -> dict[int, int] | None:
     """From which place to which each parameter's state goes, if the script gives them in another order, or only some.
 
-    So it is where it adds a group later (a layer that is unfrozen): as it attaches again there are fewer.
+    So it is where it adds a group later (a layer that is unfrozen): as it attaches again there are fewer. {} where each
+    stays in its place; None where one of them had no state, or nobody knows which: it would get another one's.
     """
-    places = {name: place for place, name in enumerate(now)}
-    if before == now or len(places) < len(now) or "" in places or not places.keys() <= set(before):
+    # of an optimizer that has masters of all parameters, or had, nobody knows more than the order
+    if before == now or not any(before) or not any(now):
         return {}
-    return {place: places[name] for place, name in enumerate(before) if name in places}
+    places = {key: place for place, key in enumerate(_told_apart(now))}
+    had = list(_told_apart(before))
+    if not places.keys() <= set(had) or now.count("") not in (0, before.count("")):
+        return None
+    return {place: places[key] for place, key in enumerate(had) if key in places}
+
+
+def _told_apart(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """With how many before have it too: what is not the model's has no name, and only an order."""
+    seen: Counter[str] = Counter()
+    for name in names:
+        yield name, seen[name]
+        seen[name] += 1
 
 
 def _places_now(

@@ -273,6 +273,37 @@ def test_state_goes_with_the_name_of_its_parameter_whatever_their_order(tmp_path
             assert torch.equal(optimizer.state[mine][key], other.state[theirs][key])
 
 
+@pytest.mark.parametrize(
+    ("now", "whole"),
+    [
+        (["1", "0", "outside"], True),
+        (["outside", "1", "0"], True),
+        (["1", "2", "outside"], False),
+        (["1", "0", "2"], False),
+        (["0", "outside", "outside too"], False),
+    ],
+)
+def test_no_parameter_gets_the_state_of_another_of_its_shape(now: list[str], whole: bool) -> None:
+    """Where the optimizer had one that is not the model's, or has one that it had not, states went by their places."""
+    before = ["0", "1", "outside"]
+
+    def made(names: list[str]) -> tuple[nn.Module, dict[str, nn.Parameter], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+        held = {name.removesuffix(".weight"): parameter for name, parameter in model.named_parameters()}
+        held |= {name: nn.Parameter(torch.ones(3, 3)) for name in ("outside", "outside too")}
+        return model, held, torch.optim.Adam([held[name] for name in names])
+
+    model, held, optimizer = made(before)
+    model(torch.randn(5, 3) @ held["outside"]).square().mean().backward()
+    optimizer.step()
+    again, now_held, other = made(now)
+    assert restore(capture(model, optimizer, 1, "s"), again, other) is whole
+    assert set(other.state) == ({now_held[name] for name in now} if whole else set())
+    for name in now if whole else ():
+        assert torch.equal(optimizer.state[held[name]]["exp_avg"], other.state[now_held[name]]["exp_avg"])
+
+
 @pytest.mark.parametrize(("groups", "whole"), [([[3, 1], [2, 0]], True), ([[0, 1], [2, 3]], False)])
 def test_what_a_group_is_told_goes_with_its_parameters(groups: list[list[int]], whole: bool) -> None:
     """Of matrices and biases, as people part them; where they are parted in another way nothing fits."""
