@@ -201,12 +201,14 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tell: Callable[[str], None] = lambda _: None,
+    newer: Iterable[torch.Tensor] = (),
 ) -> bool:
     """Load a generation; returns whether the optimizer's state came along: that of another optimizer stays behind.
 
     `tell` gets the line on settings that are as the script has them now, not as the checkpoint does (groups.py), and
     that on parameters which the optimizer does not have now.
-    A frozen parameter that it does not have stays as the script made it. Raises Damaged when the model's tensors do not
+    A frozen parameter that it does not have stays as the script made it, and so do those of the model's tensors that
+    are `newer`. Raises Damaged when the model's tensors do not
     fit.
     """
     weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
@@ -215,6 +217,9 @@ def restore(
         if name in weights and isinstance(held, torch.Tensor) and weights[name].shape == held.shape:
             weights[name] = taken_apart(weights[name], held)
     weights |= {name[6:]: value for name, value in generation.extra.items()}
+    if stay := set(map(id, newer)):
+        held_here = states.tensors_held(model).items()
+        weights |= {name: there[name] for name, held in held_here if id(held) in stay and name in there}
     may_lack = {name for name, held in model.named_parameters(remove_duplicate=False) if not held.requires_grad}
     _check_before(weights, there, model, may_lack)
     try:

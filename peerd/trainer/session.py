@@ -289,8 +289,10 @@ class Session:
         self.restored_from = self._checkpoints
         if isinstance(self.flat, ShardedModel):
             self.flat.about_to_resume(self._checkpoints, generation.step)
+        # of several ranks each would have to know by itself
+        newer = self.flat.private.newer if isinstance(self.flat, FlatModel) and self._ranks == 1 else ()
         try:
-            whole = checkpoint.restore(generation, self._model, self._optimizer, say)
+            whole = checkpoint.restore(generation, self._model, self._optimizer, say, newer)
         except checkpoint.Damaged as error:
             say(f"checkpoint of step {generation.step} refused: {error}")
             return None
@@ -540,6 +542,8 @@ class Session:
         """Let go of the daemon."""
         self._remove_hooks()
         groups.let_go(self._optimizer)
+        if isinstance(self.flat, FlatModel):
+            self.flat.private.let_go()
         _TRAINED[self._checkpoints] = weakref.ref(self._model)
         self._socket.close()
         self._unpin()

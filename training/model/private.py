@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from peerd.training.model.pieces import Piece, is_computable
 from peerd.training.model.shards import shard_of
@@ -18,6 +19,10 @@ from peerd.training.model.shards import shard_of
 Tensors = Mapping[str, torch.Tensor]
 
 _STEPPED = "stepped "  # before what is not the model's: no name of a tensor has a space
+
+_LET_GO = WeakIdKeyDictionary()
+"""Tensors that were private in a training of this process that is over: what they are now is newer than a checkpoint's.
+"""
 
 
 class Private:
@@ -45,6 +50,22 @@ class Private:
     def tensors(self) -> list[torch.Tensor]:
         """The model's, in one order on all ranks: what of them is in this process, to be written."""
         return [tensor for name, tensor in self._tensors.items() if not name.startswith(_STEPPED)]
+
+    def let_go(self) -> None:
+        """The training is over: from now on they are the script's, should it attach again."""
+        for tensor in self._own:
+            _LET_GO[tensor] = True
+
+    @property
+    def newer(self) -> list[torch.Tensor]:
+        """Those that a checkpoint, of a training of this process before, would take back."""
+        return [one for one in self._own if one in _LET_GO and bool(one.isfinite().all())]
+
+    @property
+    def _own(self) -> list[torch.Tensor]:
+        named = {**self._parameters, **self._buffers}
+        own = [named[name] for name in self._names if name in named]
+        return [one for one in own if not is_lazy(one) and is_computable(one)]
 
     def has_all(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether all of these are the model's, and private."""

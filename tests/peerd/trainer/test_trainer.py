@@ -143,6 +143,30 @@ def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     assert told[3] == []
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_what_is_private_is_not_taken_back_by_a_later_attach_of_its_process(
+    tied: bool, spoilt: bool, path: Path
+) -> None:
+    """A head that is trained alone between two trainings went back to the checkpoint of the first, without a word."""
+    model, optimizer = normed()
+    if tied:
+        model.add_module("tied", model[2])
+    head = model.get_parameter("2.weight")
+    found: list[torch.Tensor] = []
+
+    def script() -> None:
+        for _ in range(2):
+            with peerd.attach(model, optimizer, exclude=["2.*"]) as swarm:
+                found.append(head.detach().clone())
+                swarm.step()
+            with torch.no_grad():
+                head.fill_(math.nan if spoilt else 7.0)
+
+    with_daemon(path, script)
+    assert torch.equal(found[1], found[0] if spoilt else torch.full((1, 4), 7.0))
+
+
 def test_whose_the_optimizers_state_is_where_it_is_a_part_of_the_model(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
