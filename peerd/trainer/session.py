@@ -71,9 +71,9 @@ STILL_STEPS = 100
 """Without any change, or any step of the optimizer's: more than a scaler leaves out until it fits, or a batch is
 gathered from."""
 
-_TRAINED: dict[Path, weakref.ref[nn.Module]] = {}
+_TRAINED: dict[Path, weakref.ref[torch.Tensor]] = {}
 """Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes
-next."""
+next. By its last trained parameter: several models, or a wrapped one, are another module at each attach."""
 
 Expected = TypeVar("Expected", bound=Said)
 
@@ -260,7 +260,7 @@ class Session:
                 "the optimizer has a learning rate scheduler: one that counts its own steps begins at its first, and "
                 f"the model is of step {self.step}; compute the rate from swarm.step_count"
             )
-        if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._model:
+        if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._last_trained:
             say(
                 f"this training goes on from step {self.step} with the model of the one before it in this script; "
                 "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
@@ -529,6 +529,10 @@ class Session:
         return Past(self.step, self._lr_max, self._frozen)
 
     @property
+    def _last_trained(self) -> torch.Tensor:
+        return [piece.held for piece in self.flat.pieces if not piece.is_buffer][-1]
+
+    @property
     def path(self) -> Path:
         """Of the daemon's socket."""
         return self._socket.path
@@ -544,7 +548,7 @@ class Session:
         groups.let_go(self._optimizer)
         if isinstance(self.flat, FlatModel):
             self.flat.private.let_go()
-        _TRAINED[self._checkpoints] = weakref.ref(self._model)
+        _TRAINED[self._checkpoints] = weakref.ref(self._last_trained)
         self._socket.close()
         self._unpin()
 

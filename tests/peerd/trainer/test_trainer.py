@@ -143,6 +143,22 @@ def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     assert told[3] == []
 
 
+def test_a_training_that_goes_on_with_its_own_models_is_not_told_that_they_are_others(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Several models, and a compiled one, are another module at each attach."""
+    several = [normed(), normed()]
+    models, optimizers = [model for model, _ in several], [optimizer for _, optimizer in several]
+
+    def script() -> None:
+        for _ in range(2):
+            with peerd.attach(models, optimizers) as swarm:
+                swarm.step()
+
+    with_daemon(path, script)
+    assert "this training goes on from step" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_what_is_private_is_not_taken_back_by_a_later_attach_of_its_process(
