@@ -19,7 +19,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, SupportsFloat
@@ -88,7 +88,8 @@ def attach(
                 _give_up(socket)
         raise SystemExit(f"peerd: {error}") from None
     try:
-        return _come(model, optimizer, exclude, kept, momentum)
+        with _no_inference_mode():
+            return _come(model, optimizer, exclude, kept, momentum)
     except BaseException:  # the script may catch it, and train on
         if momentum is not None:
             momentum.remove()
@@ -418,7 +419,8 @@ class Swarm:
         Without `comes_back` the run has ended, and no later daemon is looked for.
         """
         try:
-            act()
+            with _no_inference_mode():
+                act()
         except (OSError, EOFError):
             if not _is_daemons():
                 self._lose_daemon(comes_back=comes_back)
@@ -479,7 +481,8 @@ class Swarm:
         if comeback is None:
             return
         try:
-            session = comeback.look(self._step_count)
+            with _no_inference_mode():
+                session = comeback.look(self._step_count)
         except Refused as refusal:
             self._comeback = None
             say(f"{refusal}; training goes on alone")
@@ -511,6 +514,11 @@ class Swarm:
             self._session.close()
             self._step_count, self._session = self.step_count, None
         self._drop_momentum()
+
+
+def _no_inference_mode() -> AbstractContextManager[None]:
+    """In it torch makes tensors that no later step outside of it may change."""
+    return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _is_daemons() -> bool:

@@ -119,6 +119,29 @@ def test_a_run(path: Path) -> None:
     assert (status.phase, status.rollbacks, status.lr) == ("finished", 0, 0.01)
 
 
+def test_a_script_may_attach_and_count_its_steps_in_inference_mode(path: Path) -> None:
+    """Beside its metrics, say: a later step outside of it ended with torch's words on what was made there."""
+
+    def script() -> None:
+        for steps in (4, 8):
+            model, optimizer = normed()
+            with torch.inference_mode():
+                swarm = peerd.attach(model, optimizer)
+            for step in swarm.steps(steps):
+                model(torch.randn(8, 3)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert swarm._session is not None
+                swarm._session._copied_at = -math.inf  # each step publishes a copy
+                with torch.inference_mode(step % 2 == 0):
+                    swarm.step()
+            with torch.inference_mode():
+                swarm.finish()
+        assert swarm.step_count == 8
+
+    with_daemon(path, script)
+
+
 def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
