@@ -36,6 +36,8 @@ THIN_MAX = 64
 """One of so many values is kept, at most: 0.06 bytes a value and moment in place of 4."""
 KEPT_MIN = 1 << 16  # values of a range
 RANGES_MAX = 128  # of a model of more tensors, neighbours share one; a message has a limit for each (robust.py)
+TENSOR_MIN = 1 / 4
+"""A tensor of parameters counts as gone at least this share of their mean way, value for value."""
 _SEED = 0x7065657264  # the same sample in every run: what a figure means does not change
 
 
@@ -177,3 +179,13 @@ def stops_of(layout: Layout) -> npt.NDArray[np.int64]:
     stops = sorted(stop for stop in inner | {layout.parameters, layout.total} if stop > 0)
     step = math.ceil(len(stops) / (RANGES_MAX - 1))
     return np.array(sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0}), np.int64)
+
+
+def evened(norms: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """No tensor of these has less than TENSOR_MIN of the mean, value for value, of those that have more."""
+    squares = norms * norms
+    mean = squares.sum() / max(1, sizes.sum())
+    rest = squares >= TENSOR_MIN**2 * mean * sizes
+    mean = squares[rest].sum() / max(1, sizes[rest].sum())
+    most: npt.NDArray[np.float64] = np.maximum(norms, TENSOR_MIN * np.sqrt(mean * sizes))
+    return most

@@ -38,7 +38,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
 from peerd.training.kernels.passes import Stops, Sums, move_references, ranges_within, scale_by, squares_by
 from peerd.training.pairs.block_floats import BlockFloats
-from peerd.training.sample import sample_of, stops_of
+from peerd.training.sample import evened, sample_of, stops_of
 from peerd.transport.errors import PeerError
 from peerd.transport.ids import NodeId
 
@@ -56,8 +56,6 @@ apart; with 2 one liar of eight took 5 to 8 points more of runs with few exchang
 FLUSH_OF_FEW = 1.0
 """The same where partners meet seldom: the usual is then as far as models have gone."""
 USUAL_WEIGHT = 0.25  # of the last distance
-TENSOR_MIN = 1 / 4
-"""A tensor of parameters counts as gone at least this share of their mean way, value for value."""
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
 _LIMIT = np.dtype("<f4")  # as it travels
@@ -171,7 +169,6 @@ class PairAllowances:
         self._walked = np.zeros(len(self._tensors))  # as `_way`, with no step counted for more than it was
         self._weighted_steps = 0.0  # made on that way, each weighted by `lr_ratio`
         self._sizes = np.diff(self._tensors.stops, prepend=0)
-        self._are_parameters = np.arange(len(self._tensors)) < self._tensors.of_parameters
         self._peers: dict[NodeId, Allowance] = {}
         self._exchanges = 0
         self._ended = False
@@ -207,12 +204,9 @@ class PairAllowances:
         self.look(values)
 
     def _evened(self, norms: Norms) -> Norms:
-        """No tensor of parameters has less than TENSOR_MIN of the mean, value for value, of those that have more."""
-        squares = np.where(self._are_parameters, norms * norms, 0.0)
-        mean = squares.sum() / max(1, self._sizes[self._are_parameters].sum())
-        rest = self._are_parameters & (squares >= TENSOR_MIN**2 * mean * self._sizes)
-        mean = squares[rest].sum() / max(1, self._sizes[rest].sum())
-        return np.where(self._are_parameters, np.maximum(norms, TENSOR_MIN * np.sqrt(mean * self._sizes)), norms)
+        """Of the parameters; float buffers stand as they are."""
+        cut = self._tensors.of_parameters
+        return np.concatenate([evened(norms[:cut], self._sizes[:cut]), norms[cut:]])
 
     def corrected(self, correction: Vector) -> None:
         """The model is moved by this, and not by its own steps."""

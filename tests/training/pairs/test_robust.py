@@ -24,7 +24,6 @@ from peerd.training.pairs.robust import (
     FULL,
     RATE,
     STEP_MIN,
-    TENSOR_MIN,
     CentreAllowances,
     PairAllowances,
     Tensors,
@@ -34,7 +33,7 @@ from peerd.training.pairs.robust import (
     unpacked,
 )
 from peerd.training.refusal import REFUSED_S
-from peerd.training.sample import RANGES_MAX
+from peerd.training.sample import RANGES_MAX, TENSOR_MIN
 from peerd.training.scratch import Scratch
 from peerd.transport.errors import PeerError
 

@@ -136,6 +136,28 @@ def trained(names: str = "abcde", mode: str = "allreduce", **told: object) -> Ro
     return swarm
 
 
+@pytest.mark.parametrize("mode", ["allreduce", "diloco"])
+@pytest.mark.parametrize("codec", ["float32", "int8"])
+def test_who_alone_trains_most_of_a_model_is_taken_as_it_is(mode: str, codec: str) -> None:
+    """The others train twelve values of two thousand: it is thirteen times as long as they are, and no liar."""
+    swarm = ModeSwarm(mode, "abcd", 2000, codec=codec, every=10, robust=True)
+    swarm.all_hear()
+    swarm.settle()
+
+    def move(name: str) -> Vector:
+        moved = np.full(2000, 0.01)
+        if name != "d":
+            moved[12:] = 0.0
+        return moved
+
+    swarm.train(90, move)
+    swarm.end()
+    counts = [node.core.counts for node in swarm.nodes.values()]
+    assert not any(each["members_left_out"] + each["rounds_shortened"] for each in counts)
+    way = (swarm.nodes["a"].x - swarm.start)[12:] / 0.01
+    assert way.mean() >= 90 / 4 - 3
+
+
 def rounds(swarm: RoundSwarm, count: int, names: str) -> None:
     for _ in range(count):
         for _ in range(60):
