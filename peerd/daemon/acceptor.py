@@ -69,7 +69,7 @@ class Acceptor:
         self._nodes: dict[Connection, NodeId] = {}  # who has greeted on each
         self._greeted: Greeted[Connection] = Greeted()
         self._budget: ReceiveBudget[Connection] = ReceiveBudget()
-        self._seldom = Seldom()  # refusals, by host and reason: one a handshake fills a log with a gigabyte a day
+        self._seldom = Seldom()  # by host and reason: a line a handshake fills a log with a gigabyte a day
 
     async def accept(self, connection: Connection) -> None:
         """Serve one connection from its greeting to its end."""
@@ -82,8 +82,8 @@ class Acceptor:
         except ConnectionLost:
             pass
         except PeerError as error:
-            if self._is_told(connection, error):
-                told = str(error).removeprefix(f"{connection.remote}: ")
+            told = str(error).removeprefix(f"{connection.remote}: ")
+            if self._is_news(connection, error, told):
                 LOGGER.warning("dropped %s: %s", self._called(connection), told)
             # who has no model yet knows of no bulk; a peer may still send it what its last life wanted
             if self._trainer_service.layout is not None or connection not in self._nodes:
@@ -174,6 +174,13 @@ class Acceptor:
             "too much was on its way in",
         )
 
+    def _is_news(self, connection: Connection, error: PeerError, told: str) -> bool:
+        """Whether the log needs it: who breaks rules is refused soon, and it was said why; who breaks none never is."""
+        who = self._who(connection)
+        if isinstance(error, Blameless):
+            return self._seldom.is_news(connection.host, who, told, now=trio.current_time())
+        return not self._offences.refused_s(who, connection.host)
+
     def _strike(self, connection: Connection, error: Exception) -> None:
         """Count it, and drop what else this peer has here."""
         node = self._who(connection)
@@ -181,13 +188,6 @@ class Acceptor:
         if node and not isinstance(error, Blameless):
             _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
             self._peers.cut(node, connection.host)
-
-    def _is_told(self, connection: Connection, error: PeerError) -> bool:
-        """Whether the log is to say so: not of who is refused, which was said, nor each time of who is only silent."""
-        who = self._who(connection)
-        if isinstance(error, Blameless) and not who:
-            return self._seldom.is_news(connection.host, "blameless", now=trio.current_time())
-        return not self._offences.refused_s(who, connection.host)
 
     def _called(self, connection: Connection) -> str:
         """By the log."""
