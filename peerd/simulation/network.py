@@ -82,7 +82,7 @@ class Pipe:
 
     rate: float
     free_at: float = 0.0
-    busy_s: float = 0.0
+    busy_s: float = 0.0  # with what still waits
 
     def take(self, now: float, size: float, last_byte_at: float) -> tuple[float, float]:
         """When the first and the last of `size` bytes come out that are there from `now` until `last_byte_at`.
@@ -93,6 +93,15 @@ class Pipe:
         self.free_at = begins + size / self.rate
         self.busy_s += size / self.rate
         return begins, max(self.free_at, last_byte_at)
+
+    def used_s(self, now: float) -> float:
+        """For how long it has been in use; what still waits in it is not."""
+        return self.busy_s - max(0.0, self.free_at - now)
+
+    def clear(self, now: float) -> None:
+        """What waits in it is lost."""
+        self.busy_s = self.used_s(now)
+        self.free_at = min(self.free_at, now)
 
 
 class Network:
@@ -123,7 +132,7 @@ class Network:
     def drop(self, node: int) -> None:
         """The process there is gone, and what waited in its pipes with it."""
         for pipe in (self.up[node], self.down[node]):
-            pipe.free_at = min(pipe.free_at, self._world.now)
+            pipe.clear(self._world.now)
 
     def flight_s(self, source: int, target: int) -> float:
         """Latency and jitter of one packet, one way."""

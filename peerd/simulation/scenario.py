@@ -201,7 +201,7 @@ class _Run:
             scores = self.problem.look(np.mean(models, axis=0, dtype=np.float64))
         counted = Counter(member.state for node in nodes[:VIEWS] for member in node.membership.members.values())
         views = max(1, min(VIEWS, len(nodes)))
-        busy_s = sum(pipe.busy_s for pipe in swarm.network.up)
+        busy_s = sum(pipe.used_s(self.world.now) for pipe in swarm.network.up)
         elapsed_s = self.world.now - (self.series[-1].at if self.series else 0.0)
         busy, self._busy = (busy_s - self._busy) / max(1e-9, elapsed_s * swarm.peers), busy_s
         return Sample(

@@ -75,6 +75,8 @@ def test_an_outcome_is_ready_for_json_and_says_when_the_target_was_reached() -> 
     assert np.allclose(np.diff([one.at for one in outcome.series])[:-1], 0.25)
     assert series["accuracy"][0] < series["accuracy"][-1]
     assert series["bytes_sent"] == sorted(series["bytes_sent"])
+    narrow = run(replace(SMALL, steps=10, uplink_mbit=0.05))  # a message takes longer than it is between two looks
+    assert 0.9 < max(one.busy for one in narrow.series) <= 1 + 1e-9
     assert outcome.time_to("accuracy:1") is outcome.bytes_to("accuracy:1") is None
     assert result["staleness"]["counts"]
 

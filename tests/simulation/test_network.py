@@ -134,6 +134,22 @@ def test_the_next_message_may_follow_when_the_last_byte_has_left() -> None:
     assert sent == [approximately(1.0)]
 
 
+def test_what_waits_in_a_line_or_was_lost_there_has_not_used_it() -> None:
+    world = World(0)
+    network = Network(world, uniform(QUIET, 2))
+    network.stream(0, 1, 4e6, lambda: None, lambda: None)
+    used = []
+    for seconds in (1.0, 2.0, 5.0):
+        world.run(seconds)
+        used.append(network.up[0].used_s(world.now))
+    assert used == [approximately(seconds) for seconds in (1.0, 2.0, 4.0)]
+    network.stream(0, 1, 4e6, lambda: None, lambda: None)
+    world.run(6.0)
+    network.drop(0)
+    world.run(9.0)
+    assert network.up[0].used_s(world.now) == approximately(5.0)
+
+
 def test_a_node_slowed_down_is_slower_both_ways_until_it_is_not() -> None:
     network = Network(World(0), uniform(QUIET, 2))
 
