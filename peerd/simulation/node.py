@@ -303,7 +303,7 @@ class Node:
         if network.cut(self.index, index) or network.cut(index, self.index):
             self.later(DIAL_TIMEOUT_S, fail)
             return
-        self._world.later(3 * network.flight_s(self.index, index), answer)
+        self.later(3 * network.flight_s(self.index, index), answer)
         self.later(PUSH_PULL_DEADLINE_S, fail)
 
     def _member_changed(self, id: NodeId) -> None:

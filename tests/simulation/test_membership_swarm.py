@@ -212,6 +212,20 @@ def test_a_node_whose_seed_was_down_joins_when_it_comes_up() -> None:
     check(swarm, swarm.run(32, swarm.agreed), lonely.membership.members)
 
 
+@pytest.mark.parametrize("how", ["crash", "pause"])
+def test_a_process_that_is_gone_or_stopped_while_it_dials_says_nothing(how: str) -> None:
+    swarm = swarm_of(2, seed=5, profile=Profile(latency_s=0.1))
+    first = swarm.start(0, ())
+    dials = swarm.start(1)
+    swarm.run(0.2)
+    swarm.crash(1) if how == "crash" else swarm.pause(1)
+    swarm.run(3)
+    check(swarm, not alive(first) and not dials.bytes_sent, first.membership.members, dials.bytes_sent)
+    if how == "pause":
+        swarm.resume(1)
+        check(swarm, swarm.run(3, swarm.agreed), sizes(swarm))
+
+
 def test_first_retries_come_quickly() -> None:
     swarm = swarm_of(2, seed=16)
     swarm.start(1)
