@@ -86,7 +86,7 @@ ROOMS = {  # each with the rooms that it may look into; from the roof to the cel
     },
     "one_way": {"codecs", "kernels", "mode", "model", "messages", "transport"},
     "pairs": {"codecs", "kernels", "mode", "messages", "transport"},
-    "parameter_server": {"model", "codecs", "mode", "messages", "transport"},
+    "parameter_server": {"model", "codecs", "kernels", "mode", "messages", "transport"},
     "rounds": {"codecs", "kernels", "mode", "messages", "transport"},
     "model": {"kernels"},
     "mode": {"codecs", "kernels", "messages", "model", "transport"},

@@ -181,6 +181,12 @@ def stops_of(layout: Layout) -> npt.NDArray[np.int64]:
     return np.array(sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0}), np.int64)
 
 
+def evened_length(squares: npt.NDArray[np.float64], stops: npt.NDArray[np.int64]) -> float:
+    """Of a vector of parameters whose tensors have these squares, and end at `stops`; see `evened`."""
+    norms = evened(np.sqrt(squares), np.diff(stops, prepend=0))
+    return math.sqrt(norms.dot(norms))
+
+
 def evened(norms: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """No tensor of these has less than TENSOR_MIN of the mean, value for value, of those that have more."""
     squares = norms * norms

@@ -20,12 +20,14 @@ from statistics import median
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
+from peerd.training.kernels.passes import squares_by
 from peerd.training.parameter_server.optimizer import DIFFERENCE
+from peerd.training.sample import evened_length, stops_of
 from peerd.transport.ids import NodeId
 
-PUSH_LIMIT = 4.0
-"""Times the others' median. Steps on unlike batches differ by a factor of two; a quarter of honest swarms' time would
-be lost at a limit of one."""
+PUSH_LIMIT = 2.0
+"""Times the others' median. Steps on unlike batches differ by as much; a quarter of honest swarms' time would be lost
+at a limit of one, and at 4 one liar of eight took 1 to 20 points (RESULTS.md)."""
 FIRST_SHARE = 1 / 16
 """Of the weights' norm: a first push, before any other has come."""
 MODEL_LIMIT = 4.0
@@ -43,6 +45,8 @@ class PushLimits:
         cut, total = layout.parameters, layout.total
         self._groups = [group for group in (slice(0, cut), slice(cut, total)) if group.stop > group.start]
         self._cut = cut
+        stops = stops_of(layout)
+        self._stops = stops[stops <= cut]
         self._last: dict[NodeId, list[float]] = {}  # norms of the groups, as they were taken
         self._rates: dict[NodeId, float] = {}  # learning rates, as they were taken
 
@@ -58,6 +62,8 @@ class PushLimits:
             if norm > limit > 0 and any(worker != self._me for worker in workers):
                 update[group] *= limit / norm
                 norm, was_clipped = limit, True
+            if group.stop <= self._cut:  # who trains what others leave would be far beyond them
+                norm = evened_length(squares_by(update[group], None, self._stops), self._stops)
             taken.append(norm / len(workers))
         self._last |= dict.fromkeys(workers, taken)
         return was_clipped

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -23,8 +22,8 @@ import numpy as np
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
-from peerd.training.kernels.passes import parts, squares, squares_by
-from peerd.training.sample import evened, stops_of
+from peerd.training.kernels.passes import Stops, Sums, parts, ranges_within, squares_by
+from peerd.training.sample import evened_length, stops_of
 
 LIMIT = 2.0
 """Times the median: room for one of five that is six times as fast as the others."""
@@ -51,38 +50,36 @@ Lengths = tuple[float, ...]
 def lengths_of(values: Vector, layout: Layout, since: Vector, lost: Vector | None = None) -> Lengths:
     """Of the two groups of a model that has gone from `since` to `values`, with what its encoding lost before.
 
-    What is not finite is as long as can be said. No tensor counts as gone far less than the others.
+    What is not finite is as long as can be said. No tensor of parameters counts as gone far less than the others: who
+    trains what this member leaves to others would be far beyond it.
     """
+    cut, stops = layout.parameters, stops_of(layout)
     found = []
-    for group in (slice(0, layout.parameters), slice(layout.parameters, None)):
-        if lost is None:
-            length = norm_of_difference(values[group], since[group])
-        else:
-            length = math.sqrt(_squares(values[group], since[group], lost[group]))
-        stands = length <= ROUNDING * norm_of_difference(since[group])
-        found.append(0.0 if stands else length if math.isfinite(length) else 1e300)
-    if 0 < found[0] < 1e150:  # its squares are numbers
-        found[0] = max(found[0], _evened_length(values, layout, since, lost))
+    for group, inner in (slice(0, cut), stops[stops <= cut]), (slice(cut, None), stops[stops > cut] - cut):
+        if not len(inner):
+            found.append(0.0)
+            continue
+        squared = _squares(values[group], since[group], lost if lost is None else lost[group], inner)
+        length = math.sqrt(squared.sum())
+        if length <= ROUNDING * norm_of_difference(since[group]):
+            length = 0.0
+        elif not math.isfinite(length):
+            length = 1e300
+        elif group.stop == cut:
+            length = evened_length(squared, inner)
+        found.append(length)
     return tuple(found)
 
 
-def _evened_length(values: Vector, layout: Layout, since: Vector, lost: Vector | None) -> float:
-    """Of the parameters; a tensor that this member leaves to others counts, too, or they would be far beyond it."""
-    stops = stops_of(layout)
-    stops = stops[stops <= layout.parameters]
-    cut = layout.parameters
+def _squares(values: Vector, since: Vector, lost: Vector | None, stops: Stops) -> Sums:
+    """Of values - since + lost, by tensor, of each part of them: none is as large as a model."""
     if lost is None:
-        squared = squares_by(values[:cut], since[:cut], stops)
-    else:
-        ranges = [slice(*ends) for ends in pairwise((0, *stops.tolist()))]
-        squared = np.array([_squares(values[where], since[where], lost[where]) for where in ranges])
-    norms = evened(np.sqrt(squared), np.diff(stops, prepend=0))
-    return math.sqrt(float((norms * norms).sum()))
-
-
-def _squares(values: Vector, since: Vector, lost: Vector) -> float:
-    """Of values - since + lost, of each part of them: none is as large as a model."""
-    return sum(squares(values[part] - since[part] + lost[part]) for part in parts(len(values)))
+        return squares_by(values, since, stops)
+    found = np.zeros(len(stops))
+    for part in parts(len(values)):
+        ranges, inner = ranges_within(stops, part)
+        found[ranges] += squares_by(values[part] - since[part] + lost[part], None, inner)
+    return found
 
 
 def are_lengths(lengths: Sequence[float], members: int) -> bool:
