@@ -15,6 +15,7 @@ import trio
 from cryptography.x509 import Certificate
 
 from peerd.process.logs import LOGGER
+from peerd.process.seldom import Seldom
 from peerd.process.threads import in_thread
 from peerd.security import wall_clock
 from peerd.security.authority import Authority
@@ -77,6 +78,7 @@ class Reception:
         self._trust = trust
         self._issuer = issuer
         self._threads = trio.CapacityLimiter(AT_ONCE_MAX)
+        self._seldom = Seldom()
         self.counts = {"enrolled": 0, "enrolments_refused": 0, "renewed": 0}
 
     async def enrol(self, connection: Connection) -> None:
@@ -99,7 +101,8 @@ class Reception:
         try:
             result = await in_thread(use, limiter=self._threads)
         except UserError as error:
-            LOGGER.error("cannot let %s in: %s", connection.remote, error)
+            if self._seldom.is_news(str(error), now=trio.current_time()):  # anybody may ask, without a token
+                LOGGER.error("cannot let %s in: %s", connection.remote, error)
             result = BROKEN
         if not isinstance(result, Kept):
             await self._refuse(connection, result)

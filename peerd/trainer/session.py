@@ -71,9 +71,10 @@ STILL_STEPS = 100
 """Without any change, or any step of the optimizer's: more than a scaler leaves out until it fits, or a batch is
 gathered from."""
 
-_TRAINED: dict[Path, weakref.ref[torch.Tensor]] = {}
-"""Which model this process has trained last with the node that keeps its checkpoints there: it holds one, whoever comes
-next. By its last trained parameter: several models, or a wrapped one, are another module at each attach."""
+_TRAINED: dict[Path, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""Which model this process has trained last with the node that keeps its checkpoints there, and up to which step: the
+node holds one, whoever comes next. By its last trained parameter: several models, or a wrapped one, are another module
+at each attach."""
 
 Expected = TypeVar("Expected", bound=Said)
 
@@ -260,11 +261,8 @@ class Session:
                 "the optimizer has a learning rate scheduler: one that counts its own steps begins at its first, and "
                 f"the model is of step {self.step}; compute the rate from swarm.step_count"
             )
-        if self.step and (last := _TRAINED.get(self._checkpoints)) and last() is not self._last_trained:
-            say(
-                f"this training goes on from step {self.step} with the model of the one before it in this script; "
-                "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
-            )
+        if past is None:
+            self._tell_of_the_one_before()
         for message in self._early:
             self._obey(message)
         self._moved_at = self.step
@@ -528,6 +526,22 @@ class Session:
         """For the session that follows this one."""
         return Past(self.step, self._lr_max, self._frozen)
 
+    def _tell_of_the_one_before(self) -> None:
+        """In this process."""
+        last, until = _TRAINED.get(self._checkpoints, (None, 0))
+        if last is None or not self.step:
+            return
+        if last() is not self._last_trained:
+            say(
+                f"this training goes on from step {self.step} with the model of the one before it in this script; "
+                "another one (another fold or seed) wants a node of its own: PEERD_RUN=NAME peerd start --name NAME"
+            )
+        elif self.step < until:
+            say(
+                f"the model goes back from step {until} to {self.step}: the node has no later copy of it, as the "
+                "training before this one ended by an error or Ctrl-C; swarm.finish() would have given the rest"
+            )
+
     @property
     def _last_trained(self) -> torch.Tensor:
         return [piece.held for piece in self.flat.pieces if not piece.is_buffer][-1]
@@ -548,7 +562,7 @@ class Session:
         groups.let_go(self._optimizer)
         if isinstance(self.flat, FlatModel):
             self.flat.private.let_go()
-        _TRAINED[self._checkpoints] = weakref.ref(self._last_trained)
+        _TRAINED[self._checkpoints] = weakref.ref(self._last_trained), self.step
         self._socket.close()
         self._unpin()
 

@@ -287,7 +287,7 @@ async def test_a_key_that_is_revoked(tmp_path: Path) -> None:
         assert "its key is revoked" in noted
 
 
-async def test_an_issuer_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_issuer_that_cannot_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with swarm(tmp_path) as there:
         token = there.token()
         (tmp_path / "issuer" / "tokens.json").write_text("damaged")
@@ -295,6 +295,8 @@ async def test_an_issuer_that_cannot_write(tmp_path: Path, monkeypatch: pytest.M
         assert "it failed, as its log says" in told
         assert "could not be looked up" in noted
         assert not strike
+        await refused(there, token)
+    assert caplog.text.count("cannot let") == 1, "strangers would fill the log: they need no token for this"
 
 
 @pytest.mark.parametrize(

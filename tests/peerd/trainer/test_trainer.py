@@ -142,6 +142,29 @@ def test_a_script_may_attach_and_count_its_steps_in_inference_mode(path: Path) -
     with_daemon(path, script)
 
 
+def test_a_model_that_is_attached_again_after_an_error_is_told_to_go_back(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook, say: what no copy had was gone without a word."""
+
+    def script() -> None:
+        model, optimizer = normed()
+        with suppress(KeyboardInterrupt), peerd.attach(model, optimizer) as swarm:
+            assert swarm._session is not None
+            swarm._session._copied_at = -math.inf  # the first step publishes a copy
+            for step in swarm.steps(9):
+                if step == 6:
+                    raise KeyboardInterrupt
+                swarm.step()
+                swarm._session._copied_at = math.inf
+        with peerd.attach(model, optimizer) as swarm:
+            went_back = swarm.step_count
+        assert 0 < went_back < 6
+        assert f"the model goes back from step 6 to {went_back}: " in capsys.readouterr().err
+
+    with_daemon(path, script)
+
+
 def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
