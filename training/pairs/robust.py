@@ -362,9 +362,18 @@ class CentreAllowances(PairAllowances):
         others = [said for id in peers if id != peer and (said := self._said.get(id)) is not None]
         if len(others) < COMPARED_MIN - 1:
             return np.full(len(self._tensors), np.inf)
-        most = 2 * _low_median(others)
-        one = self._peers.get(peer) or self._first(peer, most)
-        have_ended = not np.isfinite(most).all()
+        everyone = [*others, self._said[peer]] if peer in self._said else others
+        # of all of them: where each was asked of the others alone, and half had ended, all was granted anew each time
+        have_ended = sum(not np.isfinite(each).all() for each in everyone) > len(everyone) / 2
+        usual = _low_median(others)
+        if not (have_ended or np.isfinite(usual).all()):
+            usual = np.max([each for each in others if np.isfinite(each).all()], axis=0)
+        most = 2 * usual
+        one = self._peers.get(peer)
+        if one is None:
+            others_met = [each for id in peers if (each := self._peers.get(id)) is not None and each.usual is not None]
+            is_late = have_ended and len(others_met) > 1
+            one = self._first(peer, np.zeros(len(self._tensors)) if is_late else most)
         if have_ended and not self._ended:
             super().end_run(peers)
         elif self._ended and not have_ended:

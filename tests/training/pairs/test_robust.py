@@ -456,6 +456,35 @@ def test_once_most_workers_have_ended_each_moves_the_centre_by_a_few_times_what_
     assert float(centre.limits("d", "abcd")[0]) <= 2 * FULL
 
 
+def test_a_centre_half_of_whose_workers_have_ended_grants_nobody_the_same_again_and_again() -> None:
+    centre = _met_once("abcd")
+    for peer in "ab":
+        centre.heard(peer, np.array([math.inf]))
+    moved = 0.0
+    for _ in range(100):
+        limit = centre.limits("d", "abcd")
+        centre.spent("d", limit, np.array([3.0]))
+        moved += float(limit[0])
+        centre.limits("a", "abcd")
+        centre.spent("a", np.zeros(1), np.array([3.0]))
+    assert moved <= 2 * FULL + 100 * 2 / 3, "as while all train, by the others' exchanges"
+
+
+def test_who_comes_once_most_workers_have_ended_moves_the_centre_by_no_more_than_they() -> None:
+    centre = _met_once("abcd")
+    for peer in "abc":
+        centre.heard(peer, np.array([math.inf]))
+    assert float(centre.limits("e", "abcde")[0]) == float(centre.limits("d", "abcde")[0]) == FAR * 3.0
+
+
+def _met_once(workers: str) -> CentreAllowances:
+    centre = _centre_of(workers)
+    for peer in workers:
+        centre.limits(peer, workers)
+        centre.spent(peer, np.zeros(1), np.array([3.0]))
+    return centre
+
+
 def _centre_of(workers: str) -> CentreAllowances:
     centre = CentreAllowances(ONE)
     for peer in workers:
