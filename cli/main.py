@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 import sys
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -130,7 +131,8 @@ def run() -> None:
     if sys.stderr is None or sys.stdout is None:  # closed by whoever started this: what opens next would be written to
         sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # rich draws what no ASCII terminal has, and a path may be no UTF-8
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command(prog_name="peerd")
     except Interrupted as error:

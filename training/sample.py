@@ -182,9 +182,14 @@ def stops_of(layout: Layout) -> npt.NDArray[np.int64]:
 
 
 def evened_length(squares: npt.NDArray[np.float64], stops: npt.NDArray[np.int64]) -> float:
-    """Of a vector of parameters whose tensors have these squares, and end at `stops`; see `evened`."""
-    norms = evened(np.sqrt(squares), np.diff(stops, prepend=0))
-    return math.sqrt(norms.dot(norms))
+    """Of a vector of parameters whose tensors have these squares, and end at `stops`: none counts as less than in
+    `evened`, by degrees."""
+    sizes = np.diff(stops, prepend=0)
+    least = TENSOR_MIN**2 * squares.sum() / sizes.sum() * sizes
+    # the less, the less it says of the others: one that counted or not would make members who are alike far apart
+    says = np.divide(squares, least, out=np.ones(len(sizes)), where=squares < least)
+    mean = says.dot(squares) / says.dot(sizes)
+    return math.sqrt(np.maximum(squares, TENSOR_MIN**2 * mean * sizes).sum())
 
 
 def evened(norms: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

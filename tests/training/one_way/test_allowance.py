@@ -64,11 +64,12 @@ def drift(swarm: GossipSwarm) -> float:
 
 @given(weights, weights, st.floats(0, 1e30), st.floats(0, 1e6))
 @example(1.0, 1.0, 1.1906823508245438e29, 2.3247708170498903e-288)
+@example(0.125, 1.0, 1.0646094624577889e29, 1.7739003573586393e-286)
 @example(1.0, 1.0, 5e-324, 0.0)  # half of the way rounds to none, which is within any limit
 def test_the_part_that_is_taken_keeps_to_the_limit(weight: float, part: float, distance: float, limit: float) -> None:
     taken = part_within(weight, part, distance, limit)
     assert 0 <= taken <= part
-    few_digits = 1e-300 + 1e-323 * distance  # floats as small as that have
+    few_digits = 1e-300 + 1e-323 * max(1.0, 1 / weight) * distance  # floats as small as that have
     assert taken / (weight + taken) * distance <= limit * (1 + 1e-9) + few_digits
     if part / (weight + part) * distance <= limit and distance > few_digits:
         assert taken == part

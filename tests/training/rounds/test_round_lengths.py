@@ -158,6 +158,20 @@ def test_who_alone_trains_most_of_a_model_is_taken_as_it_is(mode: str, codec: st
     assert way.mean() >= 90 / 4 - 3
 
 
+@pytest.mark.parametrize("lost", [None, 0.0])
+def test_members_who_train_a_small_head_above_all_and_are_alike_are_not_far_from_each_other(lost: float | None) -> None:
+    """Below a fourth of the head's way the rest counted for as much as one head of its size: ten times and more."""
+    head, size = 10, 30_000
+    layout = Layout(size, size, (), (head, size))
+    said = {}
+    for name, rest in {"a": 0.2, "b": 0.24, "c": 0.26, "d": 0.28, "e": 0.3}.items():
+        moved = np.full(size, rest / math.sqrt(size - head), np.float32)
+        moved[:head] = 1 / math.sqrt(head)
+        zeros = np.zeros(size, np.float32)
+        said[name] = lengths_of(moved, layout, zeros, None if lost is None else zeros)
+    assert far_off(said, 1.1) == set()
+
+
 def rounds(swarm: RoundSwarm, count: int, names: str) -> None:
     for _ in range(count):
         for _ in range(60):
