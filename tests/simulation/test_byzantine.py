@@ -18,6 +18,7 @@ from peerd.transport.ids import NodeId
 SMALL = Scenario(peers=5, problem="consensus", steps=60, compute="fixed:1", faults="none", seed=3)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_run_with_liars_is_the_same_again_and_breaks_no_invariant(attack: str) -> None:
     scenario = replace(SMALL, byzantine=f"{attack}:1")
