@@ -181,6 +181,13 @@ def stops_of(layout: Layout) -> npt.NDArray[np.int64]:
     return np.array(sorted({*stops[step - 1 :: step], layout.parameters, layout.total} - {0}), np.int64)
 
 
+def groups_of(layout: Layout) -> list[tuple[slice, npt.NDArray[np.int64]]]:
+    """Where its parameters and its float buffers are, if it has any, and where the ranges of each end within them."""
+    cut, stops = layout.parameters, stops_of(layout)
+    both = (slice(0, cut), stops[stops <= cut]), (slice(cut, layout.total), stops[stops > cut] - cut)
+    return [(group, inner) for group, inner in both if len(inner)]
+
+
 def evened_length(squares: npt.NDArray[np.float64], stops: npt.NDArray[np.int64]) -> float:
     """Of a vector of parameters whose tensors have these squares, and end at `stops`: none counts as less than in
     `evened`, by degrees."""

@@ -208,8 +208,7 @@ def restore(
     `tell` gets the line on settings that are as the script has them now, not as the checkpoint does (groups.py), and
     that on parameters which the optimizer does not have now.
     A frozen parameter that it does not have stays as the script made it, and so do those of the model's tensors that
-    are `newer`. Raises Damaged when the model's tensors do not
-    fit.
+    are `newer`. Raises Damaged when the model's tensors do not fit.
     """
     weights = {name[6:]: value for name, value in generation.tensors.items() if name.startswith("model.")}
     there = model.state_dict()

@@ -50,11 +50,11 @@ def test_who_breaks_the_rules_is_not_heard_for_long(attack: str) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize(("attack", "liar"), [("sign-flip", 3), ("pull", 3)])
-def test_one_worker_of_eight_that_lies_does_not_ruin_a_centre(attack: str, liar: int) -> None:
+@pytest.mark.parametrize("attack", ["sign-flip", "pull"])
+def test_one_worker_of_eight_that_lies_does_not_ruin_a_centre(attack: str) -> None:
     eight = replace(SMALL, peers=8, mode="elastic", problem="digits", byzantine=f"{attack}:1", seed=1)
     result = simulate(eight).result
-    assert result["liars"] == [liar], "it is not the centre"
+    assert result["liars"] == [3], "it is not the centre"
     assert result["accuracy"] > result["clean_accuracy"] - 0.03
 
 

@@ -22,7 +22,7 @@ from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.kernels.passes import squares_by
 from peerd.training.parameter_server.optimizer import DIFFERENCE
-from peerd.training.sample import evened_length, stops_of
+from peerd.training.sample import evened_length, groups_of
 from peerd.transport.ids import NodeId
 
 PUSH_LIMIT = 2.0
@@ -42,11 +42,8 @@ class PushLimits:
     def __init__(self, me: NodeId, layout: Layout) -> None:
         """`me`: whose own pushes need no limit."""
         self._me = me
-        cut, total = layout.parameters, layout.total
-        self._groups = [group for group in (slice(0, cut), slice(cut, total)) if group.stop > group.start]
-        self._cut = cut
-        stops = stops_of(layout)
-        self._stops = stops[stops <= cut]
+        self._groups = groups_of(layout)
+        self._cut = layout.parameters
         self._last: dict[NodeId, list[float]] = {}  # norms of the groups, as they were taken
         self._rates: dict[NodeId, float] = {}  # learning rates, as they were taken
 
@@ -54,17 +51,19 @@ class PushLimits:
         """Shorten `update`, the sum of one push of each of these workers, in place; says whether it was too long."""
         others = [norms for worker, norms in self._last.items() if worker not in workers]
         taken, was_clipped = [], False
-        for number, group in enumerate(self._groups):
+        for number, (group, stops) in enumerate(self._groups):
+            are_parameters = group.stop <= self._cut
             known = [norms[number] for norms in others if norms[number] > 0]
-            scale = rate if rate > 0 and group.stop <= self._cut else 1.0
+            scale = rate if rate > 0 and are_parameters else 1.0
             one = PUSH_LIMIT * median(known) if known else FIRST_SHARE / scale * norm_of_difference(weights[group])
-            limit, norm = one * len(workers), norm_of_difference(update[group])
+            squared = squares_by(update[group], None, stops)
+            limit, norm = one * len(workers), math.sqrt(squared.sum())
+            # who trains what others leave would be far beyond them
+            length = evened_length(squared, stops) if are_parameters else norm
             if norm > limit > 0 and any(worker != self._me for worker in workers):
                 update[group] *= limit / norm
-                norm, was_clipped = limit, True
-            if group.stop <= self._cut:  # who trains what others leave would be far beyond them
-                norm = evened_length(squares_by(update[group], None, self._stops), self._stops)
-            taken.append(norm / len(workers))
+                length, was_clipped = length * (limit / norm), True
+            taken.append(length / len(workers))
         self._last |= dict.fromkeys(workers, taken)
         return was_clipped
 

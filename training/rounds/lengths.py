@@ -23,7 +23,7 @@ from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.kernels.passes import Stops, Sums, parts, ranges_within, squares_by
-from peerd.training.sample import evened_length, stops_of
+from peerd.training.sample import evened_length, groups_of
 
 LIMIT = 2.0
 """Times the median: room for one of five that is six times as fast as the others."""
@@ -53,21 +53,18 @@ def lengths_of(values: Vector, layout: Layout, since: Vector, lost: Vector | Non
     What is not finite is as long as can be said. No tensor of parameters counts as gone far less than the others: who
     trains what this member leaves to others would be far beyond it.
     """
-    cut, stops = layout.parameters, stops_of(layout)
-    found = []
-    for group, inner in (slice(0, cut), stops[stops <= cut]), (slice(cut, None), stops[stops > cut] - cut):
-        if not len(inner):
-            found.append(0.0)
-            continue
-        squared = _squares(values[group], since[group], lost if lost is None else lost[group], inner)
+    found = [0.0] * GROUPS
+    for group, stops in groups_of(layout):
+        squared = _squares(values[group], since[group], lost if lost is None else lost[group], stops)
         length = math.sqrt(squared.sum())
         if length <= ROUNDING * norm_of_difference(since[group]):
-            length = 0.0
-        elif not math.isfinite(length):
+            continue
+        are_parameters = group.stop <= layout.parameters
+        if not math.isfinite(length):
             length = 1e300
-        elif group.stop == cut:
-            length = evened_length(squared, inner)
-        found.append(length)
+        elif are_parameters:
+            length = evened_length(squared, stops)
+        found[0 if are_parameters else 1] = length
     return tuple(found)
 
 
