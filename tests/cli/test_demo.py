@@ -19,7 +19,7 @@ from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "phases", [("script awaited", "starting", "training"), ("training",)], ids=["imports", "trains"]
 )

@@ -117,6 +117,7 @@ def test_a_flush_ends_with_one_model_near_the_mean(mode: str) -> None:
     assert all(node.proceeded == [False, True] for node in swarm.nodes.values())
 
 
+@pytest.mark.cases(2)
 def test_a_large_swarm_agrees_on_small_views(mode: str) -> None:
     swarm = CountingSwarm(12, 60, "int8", seed=2, view=2, mode=mode)
     swarm.everyone_alive()

@@ -268,7 +268,7 @@ def test_at_every_message(row: Row, event: Event, ends: bool) -> None:
     happens_at_messages(row, event, 1, ends=ends)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 def test_what_comes_twice_counts_once(row: Row) -> None:
     """Each message of a step and of an end in turn, at once or behind what follows it: the same models, to the bit."""
 

@@ -179,7 +179,7 @@ async def test_where_an_issuer_gone_wrong_leaves_no_number_the_others_try_once_a
         a.news = 0
         with trio.move_on_after(4 * ROTATE_S):
             while a.news < 10:
-                await trio.sleep(1.0)
+                await trio.sleep(60.0)
         assert a.news <= 4
         nursery.cancel_scope.cancel()
 

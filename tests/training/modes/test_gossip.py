@@ -1056,6 +1056,7 @@ def test_steps_that_a_node_has_made_alone_do_not_widen_what_those_who_come_may_d
     assert float(np.linalg.norm(node.core._allowances._way - gone)) < 1.1 * 60 * float(np.linalg.norm(step))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("once", "decay"), [(False, 0.0), (True, 0.0), (False, 1e-5)])
 @pytest.mark.parametrize(("count", "trainers"), [(4, "a"), (6, "ab"), (6, "abc"), (8, "abcd")])
 def test_what_only_some_train_comes_to_all_and_nobody_is_left_alone_for_it(

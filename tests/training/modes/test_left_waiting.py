@@ -98,6 +98,7 @@ def test_a_newcomer_is_made_a_place_where_all_are_taken(
     assert all(len(node.core._links.live()) <= view + 1 for node in swarm.nodes.values())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("what", ["cut", "restart"])
 @pytest.mark.parametrize("mode", ["gossip", "elastic:pairwise", "gossip-push", "push-sum"])
 def test_who_has_ended_tells_one_that_forgot_its_link(mode: str, what: str) -> None:

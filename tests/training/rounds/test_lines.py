@@ -107,6 +107,7 @@ def made_twice(swarm: RoundSwarm) -> set[int]:
     return {number for number, made in attempts.items() if len(made) > 1}
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("overlap", ["blocking", "quorum"])
 @pytest.mark.parametrize("seconds", [0, 20], ids=["from the start", "while they train"])
 @pytest.mark.parametrize("pair", ["bc", "cb", "ac"])
@@ -130,6 +131,7 @@ def test_rounds_of_three_go_on_soon(pair: str, seconds: int, overlap: str) -> No
     assert {name for name, _ in swarm.logged} == set(), "nobody was set aside for it"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("pair", ["ac", "ca"])
 def test_who_and_the_leader_cannot_reach_each_other_has_another_lead(pair: str) -> None:
     """For one that cannot say where it is three rounds wait, as for one without a contribution."""
@@ -144,6 +146,7 @@ def test_who_and_the_leader_cannot_reach_each_other_has_another_lead(pair: str) 
     assert min(made.values()) == max(made.values()) >= 19
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("names", ["abc", "abcd"])
 @pytest.mark.parametrize("seconds", [0, 20], ids=["from the start", "while they train"])
 @pytest.mark.parametrize("pairs", [["ca"], ["ac", "ca"], ["ba"], ["ab", "ba"]], ids=",".join)
@@ -174,6 +177,7 @@ def test_a_line_that_breaks_again_and_again_does_not_have_the_lead_change_each_t
     assert swarm.nodes["a"].core.counts["leaders_passed_by"] <= 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("topology", ["ring", "tree", "halving"])
 def test_all_stay_in_rounds_as_the_two_need_not_be_neighbours(topology: str) -> None:
     swarm = RoundSwarm("abcd", overlap="blocking", topology=topology)
@@ -216,6 +220,7 @@ def test_who_only_says_so_takes_no_round_from_anybody(others: tuple[str, ...]) -
     assert min(rounds(swarm, 30).values()) == 30
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_who_names_another_each_time_and_sends_nothing_is_found_as_ever(seed: int) -> None:
     swarm, rng = RoundSwarm("abcd", overlap="blocking", seed=seed), random.Random(seed)
@@ -418,6 +423,7 @@ def test_nobody_is_beside_whom_it_cannot_reach(
     assert lines.fitting(names, {}, lambda size: topology) == (names, topology), "they can again"
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("size", [3, 64, 100, 200])
 @pytest.mark.parametrize("topology", ["ring", "tree", "tree:64", "halving"])
 def test_lines_of_all_but_the_leader_may_be_broken(topology: str, size: int) -> None:

@@ -120,7 +120,7 @@ def leaders(swarm: ModeSwarm, but: str) -> set[str]:
     return {node.core._rounds._leads for name, node in swarm.nodes.items() if name != but}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("exchange", "names"),
     [("diloco", "abcd"), ("weights", "ab"), ("weights", "abcde"), ("gradients", "abcd")],
