@@ -100,13 +100,18 @@ async def entered(told: Told, key: NodeKey, dial: Dial) -> Entry:
             raise UserError(f"{why_not}; {clock}give a new token: peerd token on a member")
         LOGGER.info("%s; asking for another one with the token", why_not or "this token is a new one")
     if told.token is not None:
-        began = trio.current_time()
+        began, had_asked = trio.current_time(), (told.state / _ASKED).exists()
+
+        def asking() -> None:
+            with suppress(OSError):  # it is for `outlook` to say more
+                (told.state / _ASKED).touch(0o600)
+
         try:
-            got = await enrolled(told.token, key, dial)
+            got = await enrolled(told.token, key, dial, asking)
         except UserError as error:
-            if isinstance(error, Unanswered):
-                with suppress(OSError):  # it is for `outlook` to say more
-                    (told.state / _ASKED).touch(0o600)
+            if not (had_asked or isinstance(error, Unanswered)):
+                with suppress(OSError):
+                    (told.state / _ASKED).unlink(missing_ok=True)
             if before is None or why_not is not None:
                 raise
             LOGGER.warning("%s; going on with the certificate that this node has", error)

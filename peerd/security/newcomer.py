@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection
 
 import trio
 from cryptography.x509 import Certificate
@@ -26,14 +25,14 @@ Dial = Callable[[Credentials, Address], Awaitable[Connection]]
 
 
 class Unanswered(UserError):
-    """It was asked for, and nobody said whether it was granted: the same key may ask again."""
+    """It was asked for, and nobody refused it: the token may be used up by this key, which alone may ask again."""
 
 
-async def enrolled(token: Token, key: NodeKey, dial: Dial) -> Enrolment:
+async def enrolled(token: Token, key: NodeKey, dial: Dial, asking: Callable[[], None] = lambda: None) -> Enrolment:
     """Turn a token into a certificate for this key. Raises UserError: one line, with what each address said.
 
-    It raises Unanswered where the token may have been used, for this key alone. Who cannot be reached, or is too busy,
-    is tried again for PATIENCE_S.
+    It raises Unanswered where the token may have been used, for this key alone; `asking` is called before that can be.
+    Who cannot be reached, or is too busy, is tried again for PATIENCE_S.
     """
     said: dict[Address, PeerError | ConnectionLost] = {}
     unanswered = False
@@ -43,12 +42,12 @@ async def enrolled(token: Token, key: NodeKey, dial: Dial) -> Enrolment:
             if isinstance(said.get(address), PeerError):
                 continue
             try:
-                return await _ask(token, key, dial, address)
+                return await _ask(token, key, dial, address, asking)
             except (PeerError, ConnectionLost) as error:
                 said[address] = error
-                unanswered |= isinstance(error, _Silent)
+                unanswered |= isinstance(error, _Silent | _Unfit)
                 if isinstance(error, _Refused):  # by who made the token; the others made none
-                    raise UserError(_why_not({address: error})) from None
+                    raise (Unanswered if unanswered else UserError)(_why_not({address: error})) from None
         tried_again = any(isinstance(error, ConnectionLost) for error in said.values())
         if not tried_again or trio.current_time() + pause_s > until:
             raise (Unanswered if unanswered else UserError)(_why_not(said))
@@ -56,11 +55,12 @@ async def enrolled(token: Token, key: NodeKey, dial: Dial) -> Enrolment:
         pause_s = min(2 * pause_s, RETRY_MAX_S)
 
 
-async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enrolment:
+async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address, asking: Callable[[], None]) -> Enrolment:
     credentials = Newcomer()
     connection = await dial(credentials, address)
     try:
         leaf, authority = await _shown(token, connection, credentials)
+        asking()
         await connection.send(asked(token, key, leaf))
         try:
             answer = await _answer(connection)
@@ -68,8 +68,10 @@ async def _ask(token: Token, key: NodeKey, dial: Dial, address: Address) -> Enro
             raise _Silent(*lost.args) from None
         if not isinstance(answer, Enrolled):
             raise PeerError(f"{connection.remote}: a {type(answer).__name__} instead of a certificate")
-        with _saying("the certificate that it sent is"):
+        try:
             return checked(answer, key, [authority], wall_clock.now())
+        except Untrusted as error:
+            raise _Unfit(f"the certificate that it sent is {error}") from None
     finally:
         await connection.aclose()
 
@@ -97,8 +99,10 @@ async def _shown(token: Token, connection: Connection, credentials: Newcomer) ->
         raise PeerError(f"{connection.remote}: a {type(first).__name__} before anything was asked")
     if credentials.shown is None:
         raise PeerError(f"{connection.remote} has shown no certificate")
-    with _saying("its certificate is"):
+    try:
         return credentials.shown, authority_shown(token, first, credentials.shown, wall_clock.now())
+    except Untrusted as error:
+        raise Untrusted(f"its certificate is {error}") from None
 
 
 async def _answer(connection: Connection) -> Message:
@@ -114,16 +118,12 @@ async def _answer(connection: Connection) -> Message:
     return message
 
 
-@contextmanager
-def _saying(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Untrusted as error:
-        raise Untrusted(f"{what} {error}") from None
-
-
 class _Silent(ConnectionLost):
     """It was gone after it had been asked."""
+
+
+class _Unfit(Untrusted):
+    """It was granted, and what came is of no use here: a clock may be wrong, which is set then."""
 
 
 class _Refused(PeerError):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -147,6 +148,42 @@ async def test_who_got_no_answer_keeps_its_key_and_asks_again(tmp_path: Path, mo
         with pytest.raises(UserError, match="used already"):
             await there.enters(other, NodeKey.generate())
         assert not list(other.state.iterdir())
+
+
+async def test_who_cannot_use_what_came_for_its_clock_keeps_its_key_and_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The issuer has run for days, so that what it shows is good by both clocks; what it gives is of now."""
+    before = NOW - timedelta(days=5)
+    by = authority.generate(before)
+    async with swarm(tmp_path, by=by) as there:
+        there.trust.renew(by.issue_own(SERVER, before), [by.root])
+        told = there.told(tmp_path, there.token())
+        with monkeypatch.context() as patch:
+            behind = SimpleNamespace(now=lambda: NOW - timedelta(hours=2))
+            patch.setattr("peerd.security.newcomer.wall_clock", behind)
+            with pytest.raises(UserError, match="set the clocks of both machines"):
+                await there.enters(told)
+        assert [path.name for path in told.state.iterdir()] == ["asked"], "so the folder stays, and its key"
+        await there.enters(told)
+        assert sorted(path.name for path in told.state.iterdir()) == ["certificate.pem", "token.hex"]
+
+
+async def test_who_is_interrupted_while_it_waits_for_the_answer_keeps_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hangs(*_: object, **__: object) -> None:
+        scope.cancel()
+        await trio.sleep_forever()
+
+    async with swarm(tmp_path) as there:
+        told = there.told(tmp_path, there.token())
+        with monkeypatch.context() as patch, trio.CancelScope() as scope:
+            patch.setattr(Reception, "_grant", hangs)
+            await there.enters(told)
+        assert scope.cancelled_caught
+        assert [path.name for path in told.state.iterdir()] == ["asked"]
+        await there.enters(told)
 
 
 async def test_who_is_too_busy_is_asked_again(tmp_path: Path) -> None:
