@@ -18,6 +18,7 @@ from cryptography.x509 import Certificate
 
 from peerd.local.node_key import NodeKey
 from peerd.process.logs import LOGGER
+from peerd.process.seldom import Seldom
 from peerd.process.threads import in_thread
 from peerd.security import authority_folder, kept, wall_clock
 from peerd.security.authority import Authority, request_of
@@ -49,6 +50,7 @@ class Renewal:
         self._issuers = issuers
         self._touched = trio.Event()
         self._unkept: Enrolment | None = None  # in force, and not in the folder
+        self._why_not = Seldom(LOOK_EVERY_S)  # it is asked for again within seconds where the authority is replaced
 
     async def run(self) -> None:
         """Renew it whenever two thirds of its life are over, until cancelled."""
@@ -71,7 +73,7 @@ class Renewal:
         self._touched.set()
 
     async def renewed(self) -> bool:
-        """Whether there is another certificate now; the log says why not, once each time that it is due."""
+        """Whether there is another certificate now; the log says why not, each reason once an hour."""
         trust, here = self._entry.trust, self._entry.issuer
         said = []
         if here is not None and self._entry.folder is not None:
@@ -105,6 +107,8 @@ class Renewal:
             await self._take(second)
             return True
         why = "; ".join(said) or "no member issues any now"
+        if not self._why_not.is_news(why, now=trio.current_time()):
+            return False
         begins, ends = (
             wall_clock.shown(one)
             for one in (trust.certificate.not_valid_before_utc, trust.certificate.not_valid_after_utc)

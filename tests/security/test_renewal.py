@@ -18,7 +18,7 @@ from peerd.security.certificates import der
 from peerd.security.enrolment import Enrolment, granted
 from peerd.security.entry import Entry
 from peerd.security.reception import Issuer, Reception
-from peerd.security.renewal import LOOK_EVERY_S, Renewal
+from peerd.security.renewal import AGAIN_S, LOOK_EVERY_S, Renewal
 from peerd.security.secrets_folder import succession
 from peerd.security.token_store import TokenStore
 from peerd.security.trust import Trust
@@ -312,6 +312,25 @@ async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_pl
         assert it.entry.issuer.authority.root == following.certificate
         assert again.issuer is not None
         assert it.entry.issuer.authority.issuer_certificate == der(again.issuer)
+
+
+@pytest.mark.trio(clock="autojump")
+@pytest.mark.parametrize("issuers", [[], [("10.0.0.1", 1)]])
+async def test_a_certificate_of_a_replaced_authority_that_nobody_renews_fills_no_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, issuers: list[Address]
+) -> None:
+    """Who has the authority may be gone for good, with the old one in force for weeks."""
+    said = [succeed(ROOT, authority.generate(NOW), NOW, DUE + NODE_LIFE)]
+    async with node(tmp_path) as it, trio.open_nursery() as nursery:
+        it.issuers = issuers
+        it.entry.trust.follow(succession([ROOT.certificate], said), NOW.timestamp())
+        nursery.start_soon(it.renewal.run)
+        await trio.sleep(10.5 * LOOK_EVERY_S)
+        assert 10 <= caplog.text.count("is not renewed yet") <= 11
+        it.issuers = [*issuers, WHERE]
+        await trio.sleep(2 * AGAIN_S)
+        assert "of the authority that is being replaced" in caplog.text, "another reason is said at once"
+        nursery.cancel_scope.cancel()
 
 
 async def test_an_authority_that_cannot_be_read_when_it_was_replaced_ends_no_node(
