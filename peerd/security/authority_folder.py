@@ -6,6 +6,7 @@ Whoever has the folder lets in whom they like.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -89,8 +90,9 @@ def rotate(folder: Path, now: datetime, until: datetime, known: x509.Certificate
             said = [read_der(step.old), read_der(step.new_by_old), read_der(step.old_by_new)]
             before = _certificates(folder / _CERTIFICATE, "restore it from a backup")[1:]
             replace(folder / _CERTIFICATE, certificates.pem([new.certificate, *said, *before]))
-            new.key.write(folder / _KEY)
-            (folder / _NEXT_KEY).unlink()
+            with suppress(OSError):  # it is done: whoever loads it takes the key by its other name, too
+                new.key.write(folder / _KEY)
+                (folder / _NEXT_KEY).unlink()
             return new, step
     except OSError as error:
         raise UserError(f"the authority's folder {folder}: {error.strerror}") from None

@@ -147,7 +147,12 @@ class SharedSecrets:
                 times = f"{SUCCESSORS_MAX} times, and members remember no more of it"
                 raise UserError(f"the authority was replaced {times}")
             now, known = wall_clock.now(), self.issuer.certificate
-            made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, now, until, known)
+            try:
+                made, said = await trio.to_thread.run_sync(authority_folder.rotate, folder, now, until, known)
+            except UserError:  # another node of this user may have, and died before it told anybody
+                with suppress(PeerError, UserError):
+                    self.hear_successors(await trio.to_thread.run_sync(authority_folder.successors, folder))
+                raise
             self.issuer.become(made)
             self.hear_successors([said])
             self._make_key(trio.current_time())

@@ -121,7 +121,7 @@ async def test_an_authority_that_another_node_of_the_user_has_just_replaced_is_n
             await a.secrets.replace_authority(a.authority, until)
         assert authority_folder.successors(a.authority) == [said]
         assert a.secrets.unbelieved == 0
-        a.secrets.hear_successors([said])
+        assert a.secrets.live_successors() == [said], "it tells all: whoever did it may have died before it could"
         with pytest.raises(UserError, match="is being replaced already"):
             await a.secrets.replace_authority(a.authority, until)
         nursery.cancel_scope.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import ssl
@@ -266,6 +267,28 @@ def test_a_crash_leaves_the_old_authority_or_the_new_one(
     assert authority_folder.at(tmp_path, NOW).certificate == kept.certificate, "a second crash loses no key"
     again, _ = authority_folder.rotate(tmp_path, NOW, UNTIL, kept.certificate)
     assert authority_folder.at(tmp_path, NOW).certificate == again.certificate
+
+
+def test_a_disk_that_is_full_once_the_authority_is_another_undoes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the swarm would never hear of it, and be shut out from the next start on."""
+    first = authority_folder.at(tmp_path, NOW)
+    write_key = NodeKey.write
+
+    def full(self: NodeKey, path: Path) -> None:
+        if path.name == "key.pem" and self.id != first.key.id:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_key(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeKey, "write", full)
+        second, step = authority_folder.rotate(tmp_path, NOW, UNTIL, first.certificate)
+    kept = authority_folder.at(tmp_path, NOW)
+    assert (kept.certificate, kept.key.id) == (second.certificate, second.key.id)
+    assert authority_folder.successors(tmp_path) == [step]
+    third, _ = authority_folder.rotate(tmp_path, NOW, UNTIL, second.certificate)
+    assert authority_folder.at(tmp_path, NOW).key.id == third.key.id
 
 
 def test_a_node_keeps_it(tmp_path: Path) -> None:
