@@ -267,6 +267,9 @@ class Verbs:
         if entry.issuer is None:
             others = ", ".join(self._entry()["issuers"]) or "the first node of the swarm"
             raise UserError(f"{me.name} issues no tokens; run peerd token on {others}")
+        if self._node.secrets is not None and not self._node.secrets.may_sign:
+            replaced = "was an issuer of an authority that was replaced since, by which nobody comes in any more"
+            raise UserError(f"{me.name} {replaced}; run peerd token on the swarm's first node")
         uses, life_s, issues = int(message["uses"]), parse_life(str(message["expires"])), bool(message["issuer"])
         addresses = ((me.host, me.port), *self._other_seeds())
         make = partial(entry.issuer.token, addresses, uses, life_s, issues=issues)

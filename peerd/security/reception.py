@@ -81,12 +81,18 @@ class Reception:
         self._seldom = Seldom()
         self.counts = {"enrolled": 0, "enrolments_refused": 0, "renewed": 0}
 
+    @property
+    def _by(self) -> Issuer | None:
+        """By what this node may let in now: not by what an authority made it that has retired since."""
+        by = self._issuer
+        return by if by and not by.has_ended and by.authority.root in self._trust.authorities else None
+
     async def enrol(self, connection: Connection) -> None:
         """Serve one stranger. Raises PeerError for who knows no secret of ours, ConnectionLost when it is gone."""
-        if self._issuer is None or self._issuer.has_ended:
+        if (by := self._by) is None:
             await self._refuse(connection, NO_ISSUER)
         chain = self._trust.chain
-        await connection.send(shown(chain, self._issuer.authority.root))
+        await connection.send(shown(chain, by.authority.root))
         try:
             with trio.fail_after(GREETING_DEADLINE_S):
                 request = await connection.receive()
@@ -97,7 +103,7 @@ class Reception:
         node = node_of(request.request)
         if self._trust.revoked(node):
             await self._refuse(connection, REVOKED)
-        use = partial(self._use, self._issuer, chain[0], node, request)
+        use = partial(self._use, by, chain[0], node, request)
         try:
             result = await in_thread(use, limiter=self._threads)
         except UserError as error:
@@ -106,7 +112,7 @@ class Reception:
             result = BROKEN
         if not isinstance(result, Kept):
             await self._refuse(connection, result)
-        await self._grant(connection, request.request, self._issuer, issuer=result.issuer)
+        await self._grant(connection, request.request, by, issuer=result.issuer)
         self.counts["enrolled"] += 1
         text = "let in %s from %s with the token %s, which lets in %d more"
         LOGGER.info(text, node, connection.remote, result.id.hex(), result.left)
@@ -116,13 +122,13 @@ class Reception:
         node = node_of(request.request)
         if node != connection.identity:
             raise PeerError(f"{connection.remote}: it asks for the certificate of {node}")
-        if self._issuer is None or self._issuer.has_ended:
+        if (by := self._by) is None:
             await self._refuse(connection, NO_ISSUER)
         earlier = renewed_from(request, node, self._trust.authorities, wall_clock.now())
         if any(map(self._trust.revoked, earlier)):
             await self._refuse(connection, REVOKED)
         issues = bool(request.issuer) and is_issuer_of(read_der(request.issuer), node, self._trust.authorities)
-        await self._grant(connection, request.request, self._issuer, issuer=issues, renewed_from=earlier)
+        await self._grant(connection, request.request, by, issuer=issues, renewed_from=earlier)
         self.counts["renewed"] += 1
 
     @staticmethod

@@ -15,12 +15,13 @@ import trio
 
 from peerd.local.node_key import NodeKey
 from peerd.security import authority, authority_folder, kept, wall_clock
-from peerd.security.authority import Authority, request_of
+from peerd.security.authority import Authority, request_of, succeed
 from peerd.security.certificates import Untrusted, der, pin_of
 from peerd.security.enrolment import asked, authority_shown, checked, expected_proof, granted, shown
 from peerd.security.entry import Entry, Told, entered
 from peerd.security.newcomer import enrolled
 from peerd.security.reception import Issuer, Reception
+from peerd.security.secrets_folder import succession
 from peerd.security.token import Token
 from peerd.security.token_store import TokenStore
 from peerd.security.trust import Trust
@@ -293,6 +294,17 @@ async def test_another_authority_is_told_nothing(tmp_path: Path) -> None:
 
 async def test_who_issues_no_certificates(tmp_path: Path) -> None:
     async with swarm(tmp_path, issues=False) as there:
+        told, noted, strike = await refused(there, there.token())
+        assert "it issues no certificates" in told
+        assert "this node issues none" in noted
+        assert not strike
+
+
+async def test_an_issuer_of_an_authority_that_has_retired_lets_nobody_in(tmp_path: Path) -> None:
+    """What it gave would be believed by none, not even by itself."""
+    issuer = Authority(SERVER, ROOT.make_issuer(request_of(SERVER), NOW), ROOT.certificate)
+    async with swarm(tmp_path, by=issuer) as there:
+        there.trust.follow(succession([ROOT.certificate], [succeed(ROOT, OTHER, NOW, NOW)]), NOW.timestamp())
         told, noted, strike = await refused(there, there.token())
         assert "it issues no certificates" in told
         assert "this node issues none" in noted

@@ -20,8 +20,8 @@ from peerd.daemon.verbs import Verbs
 from peerd.doctor import _lets_in
 from peerd.local import identity
 from peerd.local.node_key import NodeKey
-from peerd.security import authority_folder, kept, wall_clock
-from peerd.security.authority import NODE_LIFE
+from peerd.security import authority, authority_folder, kept, wall_clock
+from peerd.security.authority import NODE_LIFE, succeed
 from peerd.security.certificates import issuers_of
 from peerd.security.token import parse
 from peerd.security.trust import Newcomer, Trust
@@ -208,6 +208,25 @@ async def test_a_new_authority_takes_the_place_of_the_old_one_and_nobody_notices
         async with node(tmp_path, "b", token=line) as (b, _):  # the token of before is still in its command line
             await current(b)
         assert not [one for one in (a, b) if one.peers.offences.counts["strikes"]]
+
+
+async def test_an_issuer_of_an_authority_that_has_retired_makes_no_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with node(tmp_path, "a") as (a, _):
+        line = await token_of(a, issuer=True)
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+        async with node(tmp_path, "i", token=line) as (i, _):
+            assert await token_of(i)
+            assert a.entry is not None
+            assert a.entry.issuer is not None
+            assert i.secrets is not None
+            now = wall_clock.now()
+            retired = succeed(a.entry.issuer.authority, authority.generate(now), now, now)
+            i.secrets.succession.recall([retired])  # it was off when the authority was replaced, and for long after
+            i.secrets._follow()
+            with pytest.raises(UserError, match=r"replaced since.* run peerd token on the swarm's first node"):
+                await token_of(i)
 
 
 async def test_nodes_of_one_user_share_the_new_authority(tmp_path: Path) -> None:
