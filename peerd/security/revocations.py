@@ -72,9 +72,14 @@ class Revocations:
     def forget_unbelieved(self) -> list[Revocation]:
         """Remove what nobody has signed whom this node still believes, and tell others of it no more.
 
-        Its nodes stay out here for as long as this node runs; whoever may sign does so again. It verifies all, 74 us
-        each.
+        Its nodes stay out here for as long as this node runs; whoever may sign does so again. What was removed comes
+        back where its authority does: a clock was ahead. It verifies all, 74 us each.
         """
+        for one in [one for one in self._orphaned.values() if self._signer(one) is not None]:
+            del self._orphaned[one.node]
+            self.add(one)
+            if one.node not in self._kept:  # there is no room any more
+                self._orphaned[one.node] = one
         gone = [one for one in self._kept.values() if self._signer(one) is None]
         for one in gone:
             del self._kept[one.node]

@@ -226,6 +226,7 @@ class SharedSecrets:
         """The authorities in force may be others now."""
         if not self._trust.follow(self.succession, _unix()):
             return
+        before = self.revocations.digest
         self._unwritten |= self.keyring.forget_unbelieved()
         orphaned = self.revocations.forget_unbelieved()
         if self.issuer is not None and self.may_sign:
@@ -233,7 +234,7 @@ class SharedSecrets:
                 self.revocations.add(
                     revocations.make(one.node, one.revoked_at, self.issuer.sign, self.issuer.issuer_certificate)
                 )
-        self._unwritten |= bool(orphaned)
+        self._unwritten |= self.revocations.digest != before
         LOGGER.info("the swarm's authorities in force: %s", ", ".join(self.in_force))
         self.on_authorities()
 

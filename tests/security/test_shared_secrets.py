@@ -127,6 +127,24 @@ async def test_an_authority_that_another_node_of_the_user_has_just_replaced_is_n
         nursery.cancel_scope.cancel()
 
 
+async def test_a_clock_that_jumps_ahead_of_an_authoritys_end_and_back_loses_no_revocation(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        a, b = await started(nursery, tmp_path, 0, 2)
+        await a.secrets.revoke(KEYS[5].id)
+        await a.secrets.replace_authority(a.authority, wall_clock.now() + timedelta(days=7))
+        await push_pull(b, a)
+        ahead = wall_clock.now() + timedelta(days=365)
+        with patch.object(wall_clock, "now", lambda: ahead):
+            b.secrets._follow()
+            assert len(b.secrets.in_force) == 1
+            assert b.secrets.is_revoked(KEYS[5].id)
+            assert not b.secrets.proof_of(KEYS[5].id), "nobody would believe it"
+        b.secrets._follow()
+        assert b.secrets.proof_of(KEYS[5].id) == a.secrets.proof_of(KEYS[5].id)
+        assert b.secrets.revocations.digest == a.secrets.revocations.digest, "else all is told at each exchange"
+        nursery.cancel_scope.cancel()
+
+
 async def test_the_key_changes_though_its_maker_is_started_again_each_day(tmp_path: Path) -> None:
     numbers = []
     async with trio.open_nursery() as nursery:
