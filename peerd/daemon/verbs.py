@@ -267,7 +267,7 @@ class Verbs:
         if entry.issuer is None:
             others = ", ".join(self._entry()["issuers"]) or "the first node of the swarm"
             raise UserError(f"{me.name} issues no tokens; run peerd token on {others}")
-        if self._node.secrets is not None and not self._node.secrets.may_sign:
+        if self._node.reception is not None and self._node.reception.by is None and not entry.issuer.has_ended:
             replaced = "was an issuer of an authority that was replaced since, by which nobody comes in any more"
             raise UserError(f"{me.name} {replaced}; run peerd token on the swarm's first node")
         uses, life_s, issues = int(message["uses"]), parse_life(str(message["expires"])), bool(message["issuer"])

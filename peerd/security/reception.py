@@ -19,7 +19,7 @@ from peerd.process.seldom import Seldom
 from peerd.process.threads import in_thread
 from peerd.security import wall_clock
 from peerd.security.authority import Authority
-from peerd.security.certificates import pin_of, read_der
+from peerd.security.certificates import pin_of, read_der, signed
 from peerd.security.enrolment import (
     BROKEN,
     NO_ISSUER,
@@ -82,14 +82,16 @@ class Reception:
         self.counts = {"enrolled": 0, "enrolments_refused": 0, "renewed": 0}
 
     @property
-    def _by(self) -> Issuer | None:
-        """By what this node may let in now: not by what an authority made it that has retired since."""
-        by = self._issuer
-        return by if by and not by.has_ended and by.authority.root in self._trust.authorities else None
+    def by(self) -> Issuer | None:
+        """By what this node may let in now: of an authority in force, and the one by which it is a member itself."""
+        by, trust = self._issuer, self._trust
+        if by is None or by.has_ended or by.authority.root not in trust.authorities:
+            return None
+        return by if signed(trust.chain[-1], by.authority.root) else None
 
     async def enrol(self, connection: Connection) -> None:
         """Serve one stranger. Raises PeerError for who knows no secret of ours, ConnectionLost when it is gone."""
-        if (by := self._by) is None:
+        if (by := self.by) is None:
             await self._refuse(connection, NO_ISSUER)
         chain = self._trust.chain
         await connection.send(shown(chain, by.authority.root))
@@ -122,7 +124,7 @@ class Reception:
         node = node_of(request.request)
         if node != connection.identity:
             raise PeerError(f"{connection.remote}: it asks for the certificate of {node}")
-        if (by := self._by) is None:
+        if (by := self.by) is None:
             await self._refuse(connection, NO_ISSUER)
         earlier = renewed_from(request, node, self._trust.authorities, wall_clock.now())
         if any(map(self._trust.revoked, earlier)):

@@ -57,13 +57,13 @@ class Renewal:
         while True:
             self._touched, trust = trio.Event(), self._entry.trust
             await self._keep()
-            pause_s = 0.0 if trust.outdated else _good_for(trust.certificate).total_seconds()
+            pause_s = 0.0 if self._outdated else _good_for(trust.certificate).total_seconds()
             if pause_s <= 0:
-                if trust.outdated and self._entry.folder is None:  # all members ask, and nearly at once
+                if self._outdated and self._entry.folder is None:  # all members ask, and nearly at once
                     await trio.sleep(random.uniform(0, ALL_AT_ONCE_S))
                 renewed = await self.renewed()
                 pause_s = 0.0 if renewed else LOOK_EVERY_S
-                if trust.outdated:  # who has just joined does not know the members yet
+                if self._outdated:  # who has just joined does not know the members yet
                     pause_s = AGAIN_S if self._issuers() else ALL_AT_ONCE_S
             with trio.move_on_after(min(pause_s, LOOK_EVERY_S)):
                 await self._touched.wait()
@@ -71,6 +71,21 @@ class Renewal:
     def look(self) -> None:
         """Whether another certificate is needed: the authorities in force have changed."""
         self._touched.set()
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether an authority is being replaced by whose word this node is a member, or issues what others have."""
+        trust = self._entry.trust
+        issues_under_old = bool(trust.newest) and self._is_issuer_yet and self._issues_under not in trust.newest
+        return trust.outdated or issues_under_old
+
+    @property
+    def _is_issuer_yet(self) -> bool:
+        return self._issues_under in self._entry.trust.authorities
+
+    @property
+    def _issues_under(self) -> Certificate | None:
+        return self._entry.issuer.authority.root if self._entry.issuer else None
 
     async def renewed(self) -> bool:
         """Whether there is another certificate now; the log says why not, each reason once an hour."""
@@ -93,18 +108,23 @@ class Renewal:
                 replaced = "has an authority that was replaced on another machine; copy that one"
                 said.append(unread or f"{self._entry.folder} {replaced}")
         second: Enrolment | None = None  # of another such issuer, which cannot renew what this one issues by
+        plain: Enrolment | None = None  # of one of the new authority, before that itself has made this one an issuer
         for address in self._issuers():
             try:
                 got = await self._ask(address)
                 if here is not None and got.issuer == here.authority.certificate:
                     second = second or got
                     continue
+                if here is not None and got.issuer is None:
+                    plain = plain or (got if self._entry.folder is None else None)
+                    raise Untrusted(f"{shown(address)}: not the new authority itself, which alone makes issuers")
                 await self._take(got)
                 return True
             except (ConnectionLost, PeerError, UserError) as error:
                 said.append(str(error))
-        if second is not None:
-            await self._take(second)
+        is_due = trust.outdated or _good_for(trust.certificate) <= timedelta(0)
+        if (best := second or plain) is not None and is_due:
+            await self._take(best)
             return True
         why = "; ".join(said) or "no member issues any now"
         if not self._why_not.is_news(why, now=trio.current_time()):
@@ -116,6 +136,8 @@ class Renewal:
         if wall_clock.now() < trust.certificate.not_valid_before_utc:
             text = "this node's certificate begins at %s, and here it is %s: set this machine's clock (not renewed: %s)"
             LOGGER.warning(text, begins, wall_clock.shown(wall_clock.now()), why)
+        elif not is_due:
+            LOGGER.warning("this node's authority is being replaced, and it is no issuer of the new one yet: %s", why)
         else:
             LOGGER.warning("this node's certificate ends at %s, and is not renewed yet: %s", ends, why)
         return False
@@ -131,6 +153,8 @@ class Renewal:
 
     async def _keep(self) -> None:
         if self._unkept is None:
+            return
+        if self._unkept.issuer is None and self._is_issuer_yet:  # what is kept says so, by which it may be one again
             return
         try:
             await in_thread(partial(kept.write, self._state, self._unkept))
@@ -159,13 +183,13 @@ class Renewal:
             got = checked(answer, self._key, trust.authorities, wall_clock.now())
             if _good_for(got.chain[0]) <= timedelta(0):
                 raise Untrusted("good for no longer than this node's")
-            if trust.outdated and got.authorities[0] not in trust.newest:
+            if self._outdated and got.authorities[0] not in trust.newest:
                 raise Untrusted("of the authority that is being replaced")
-            if here and not got.issuer and got.authorities[0] != here.authority.root:
-                raise Untrusted("not from the new authority itself, which alone makes issuers")
         except Untrusted as error:
             raise Untrusted(f"{connection.remote}: the certificate that it sent is {error}") from None
-        return replace(got, issuer=got.issuer or (here.authority.certificate if here else None))
+        if here and not got.issuer and got.authorities[0] == here.authority.root:
+            return replace(got, issuer=here.authority.certificate)
+        return got
 
 
 def _good_for(certificate: Certificate) -> timedelta:

@@ -116,7 +116,7 @@ class SharedSecrets:
         """Put a node out; False where it was already. On the disk when this returns. Raises UserError."""
         if self.issuer is None:
             raise UserError("this node issues no certificates, so its word puts nobody out; ask one that does")
-        if not self.may_sign:
+        if not self._may_sign:
             raise UserError("this node was an issuer of an authority that was replaced since; ask another one")
         if node == self._me:
             raise UserError("this is the node itself, which peerd leave ends; to put it out, ask another issuer")
@@ -159,7 +159,7 @@ class SharedSecrets:
             await self._write()
 
     @property
-    def may_sign(self) -> bool:
+    def _may_sign(self) -> bool:
         """Whether others believe what this node signs for all."""
         known = self.issuer is not None and self.issuer.root in self._trust.authorities
         return known and not self.is_revoked(self._me)
@@ -229,7 +229,7 @@ class SharedSecrets:
         before = self.revocations.digest
         self._unwritten |= self.keyring.forget_unbelieved()
         orphaned = self.revocations.forget_unbelieved()
-        if self.issuer is not None and self.may_sign:
+        if self.issuer is not None and self._may_sign:
             for one in orphaned:
                 self.revocations.add(
                     revocations.make(one.node, one.revoked_at, self.issuer.sign, self.issuer.issuer_certificate)
@@ -253,7 +253,7 @@ class SharedSecrets:
 
     def _make_at(self, now: float) -> float:
         """When this node is to make a key; infinity: others do."""
-        if not self.may_sign:
+        if not self._may_sign:
             return math.inf
         if not self.keyring.is_behind(len(self.revocations)):
             self._behind_at = None

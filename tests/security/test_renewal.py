@@ -14,11 +14,11 @@ import trio
 from peerd.local.node_key import NodeKey
 from peerd.security import authority, authority_folder, kept, wall_clock
 from peerd.security.authority import NODE_LIFE, Authority, request_of, succeed
-from peerd.security.certificates import der
+from peerd.security.certificates import check_chain, der
 from peerd.security.enrolment import Enrolment, granted
 from peerd.security.entry import Entry
 from peerd.security.reception import Issuer, Reception
-from peerd.security.renewal import AGAIN_S, LOOK_EVERY_S, Renewal
+from peerd.security.renewal import AGAIN_S, ALL_AT_ONCE_S, LOOK_EVERY_S, Renewal
 from peerd.security.secrets_folder import succession
 from peerd.security.token_store import TokenStore
 from peerd.security.trust import Trust
@@ -303,8 +303,10 @@ async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_pl
             there = Trust(ISSUER_KEY, following.issue_own(ISSUER_KEY, DUE), [following.certificate])
             there.follow(succession([following.certificate], said), NOW.timestamp())
             it.reception = Reception(there, Issuer(by, TokenStore(tmp_path)))
-            assert await it.renewal.renewed() == (by is following), "an issuer makes none"
-        assert not is_outdated(trust)
+            assert await it.renewal.renewed()
+            assert it.renewal._outdated == (by is middle), "an issuer makes none, and the authority is asked on"
+            assert not is_outdated(trust)
+            assert (kept.read(tmp_path, KEY) is None) == (by is middle), "so that after a restart it is an issuer yet"
         again = kept.read(tmp_path, KEY)
         assert again is not None
         assert again.authorities == (following.certificate,)
@@ -330,6 +332,34 @@ async def test_a_certificate_of_a_replaced_authority_that_nobody_renews_fills_no
         it.issuers = [*issuers, WHERE]
         await trio.sleep(2 * AGAIN_S)
         assert "of the authority that is being replaced" in caplog.text, "another reason is said at once"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.trio(clock="autojump")
+async def test_an_issuer_that_never_meets_the_new_authority_is_a_member_under_it_all_the_same(tmp_path: Path) -> None:
+    """Whoever has it is off; another issuer was made one before that."""
+    following = authority.generate(NOW)
+    said = [succeed(ROOT, following, NOW, DUE + timedelta(days=1))]
+    middle = Authority(ISSUER_KEY, following.make_issuer(request_of(ISSUER_KEY), NOW), following.certificate)
+    async with node(tmp_path, issues=True) as it, trio.open_nursery() as nursery:
+        there = Trust(ISSUER_KEY, following.issue_own(ISSUER_KEY, DUE), [following.certificate])
+        there.follow(succession([following.certificate], said), DUE.timestamp())
+        it.reception = Reception(there, Issuer(middle, TokenStore(tmp_path)))
+        trust, known = it.entry.trust, succession([ROOT.certificate], said)
+        trust.follow(known, DUE.timestamp())
+        nursery.start_soon(it.renewal.run)
+        await trio.sleep(LOOK_EVERY_S)
+        assert len(it.asked) > LOOK_EVERY_S / (AGAIN_S + ALL_AT_ONCE_S) - 1, "for it may be made an issuer yet"
+        assert Reception(trust, it.entry.issuer).by is None, "what it shows is of another authority than its tokens"
+        assert trust.follow(known, (DUE + timedelta(days=2)).timestamp())
+        it.renewal.look()
+        while (again := kept.read(tmp_path, KEY)) is None:
+            await trio.sleep(1)
+        asked = len(it.asked)
+        check_chain(trust.chain, [following.certificate], DUE)
+        assert (again.chain, again.issuer) == (trust.chain, None)
+        await trio.sleep(LOOK_EVERY_S)
+        assert len(it.asked) == asked, "it is none any more"
         nursery.cancel_scope.cancel()
 
 
