@@ -179,6 +179,7 @@ def _give_up(socket: LocalSocket) -> None:
     socket.close()
 
 
+AFTER_THE_END = 'after swarm.finish() or the end of its "with" block'
 DAEMON_GONE = "the daemon that started this script went away, and the script ends"
 
 _SWARMS: weakref.WeakSet[Swarm] = weakref.WeakSet()
@@ -221,6 +222,7 @@ class Swarm:
         self._number = self._drawn_at = -1  # the number that was given last, and after how many steps
         self._named: set[str] = set()  # figures that were no numbers
         self._told_cut_short = self._told_none_left = False
+        self._ended = ""  # how it ended here, until a later step has said so
         _SWARMS.add(self)
         if session is not None:
             atexit.register(self._at_exit)
@@ -256,6 +258,7 @@ class Swarm:
         if self._session is None:
             self._drop_momentum()
             self._come_back()
+            self._say_ended()
             return
         if self._ranks is None and are_several():
             raise SystemExit("peerd: the process group was made after peerd.attach: make it before, on all ranks")
@@ -324,6 +327,12 @@ class Swarm:
             late = "this node left out steps that most others were past (it is slower, or was restarted, or came late)"
             say(f"{late}: its run ends with theirs, after {made} steps")
 
+    def _say_ended(self) -> None:
+        """To who counts on after the end: the model would be this script's alone, and nobody would see why."""
+        if self._ended:
+            ended, self._ended = self._ended, ""
+            say(f"swarm.step {ended}: this training goes on alone; peerd.attach again, and it is with the swarm")
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it backward passes accumulate gradients here alone: for all but the last pass before a step.
@@ -367,7 +376,7 @@ class Swarm:
                 session.keep(self.step_count)
                 self._lead(RankCommand.CHANGED)
             finally:
-                self._close()
+                self._end(AFTER_THE_END)
 
     def __enter__(self) -> Swarm:
         return self
@@ -379,7 +388,7 @@ class Swarm:
             self.finish()
         else:
             self._tell_of_old_graph(error)
-            self._close()
+            self._end(AFTER_THE_END)
 
     def _tell_of_old_graph(self, error: object) -> None:
         """Autograd's own error names neither peerd nor a cure."""
@@ -440,7 +449,7 @@ class Swarm:
         self._ranks = self._follower = self._comeback = None
         if self._session is not None:
             self._session.abandon()
-        self._close()
+        self._end("in a process that was forked after peerd.attach")
 
     def _lead(self, command: RankCommand) -> None:
         if self._ranks is None:
@@ -506,6 +515,11 @@ class Swarm:
         """A script that trains alone does so as it would without peerd."""
         if self._momentum is not None and self.alone:
             self._momentum.remove()
+
+    def _end(self, how: str) -> None:
+        if self._session is not None:
+            self._ended = how
+        self._close()
 
     def _close(self) -> None:
         atexit.unregister(self._at_exit)

@@ -165,6 +165,40 @@ def test_a_model_that_is_attached_again_after_an_error_is_told_to_go_back(
     with_daemon(path, script)
 
 
+@pytest.mark.parametrize("ends", ["finish", "block", "error"])
+def test_steps_after_the_end_of_a_training_are_told_once_to_be_alone(
+    path: Path, capsys: pytest.CaptureFixture[str], ends: str
+) -> None:
+    """As of who finishes after each epoch: all but the first were of this node alone, without a word."""
+
+    def script() -> None:
+        swarm = peerd.attach(*normed())
+        for _ in range(3):
+            with suppress(ZeroDivisionError), nullcontext() if ends == "finish" else swarm:
+                swarm.step()
+                swarm.step()
+                if ends == "error":
+                    raise ZeroDivisionError
+            swarm.finish()
+        assert swarm.step_count == 6
+
+    with_daemon(path, script)
+    told = 'peerd: swarm.step after swarm.finish() or the end of its "with" block: this training goes on alone; '
+    assert capsys.readouterr().err.count(told) == 1
+
+
+def test_steps_in_a_forked_process_are_told_to_be_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def script() -> None:
+        with peerd.attach(*normed()) as swarm:
+            swarm_module._in_forked_child()  # as in one
+            swarm.step()
+            swarm.step()
+
+    with_daemon(path, script)
+    told = "peerd: swarm.step in a process that was forked after peerd.attach: this training goes on alone; "
+    assert capsys.readouterr().err.count(told) == 1
+
+
 def test_a_training_after_another_in_one_script_is_told_that_it_goes_on(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
