@@ -404,7 +404,7 @@ class TrainerService:
         LOGGER.info("a trainer attached: %s values in %d tensors", f"{self.layout.total:,}", len(self.tensors))
         if self.mode is None:
             await session.attended(self.plans.none_averages)
-        model_copy = ModelCopy(memory, variances)
+        model_copy = ModelCopy(memory, variances, [(start, stop) for start, stop in comes.padding])
         load, step = await self._first_model(session, self.layout, model_copy, ready.step, is_news=is_news)
         status.step = status.first_step = step
         if self.mode is None:

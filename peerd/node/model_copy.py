@@ -22,16 +22,23 @@ from peerd.training.model.variances import bounded
 class ModelCopy:
     """The model as it stands, read and corrected through the shared memory."""
 
-    def __init__(self, memory: SharedMemory, variances: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        variances: Iterable[tuple[int, int]] = (),
+        padding: Iterable[tuple[int, int]] = (),
+    ) -> None:
         """Begin with what the trainer published to copies[0].
 
         `variances` says where running variances are, as start and stop: a correction leaves a tenth of them at least,
-        here as in the trainer (training/model/variances.py).
+        here as in the trainer (training/model/variances.py). `padding` says which rows no correction moves while they
+        are zeros (training/model/padding.py).
         """
         self.step = 0
         """Of the last published copy: the trainer may be further."""
         self._memory = memory
         self._variances = [slice(start, stop) for start, stop in variances]
+        self._padding = [slice(start, stop) for start, stop in padding]
         self._values: npt.NDArray[np.float32] | None = None  # what `values` gave last
         self._current = 0
         self._apart = False  # the trainer may read the copy as it is: what it has not yet taken is not added there
@@ -84,16 +91,18 @@ class ModelCopy:
         """Have the model corrected."""
         copy, filling = self._memory.copies[self._current], self._memory.corrections[self._filling]
         assert not (self._filled and correction is filling), "what is made there is the first of its event"
+        zeros = [where for where in self._padding if not copy[where].any()]
         if not self._apart:
             self._correct(copy, correction)
-        if self._owned_here:
-            correct(self._untaken, correction)
-        elif self._filled:
-            correct(filling, correction)
+        owed = self._untaken if self._owned_here else filling
+        if self._owned_here or self._filled:
+            correct(owed, correction)
         else:
             if correction is not filling:
                 np.copyto(filling, correction)
             self._filled = True
+        for where in zeros:
+            copy[where] = owed[where] = 0
 
     def drain(self) -> int | None:
         """The buffer that the trainer should take now; None when it has one or there is none."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
@@ -62,7 +62,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Attach(Said):
-    """A trainer comes: `tensors` as "name dtype shape", `variances` as starts and stops in the vector."""
+    """A trainer comes: `tensors` as "name dtype shape", `variances` and `padding` as starts and stops in the vector."""
 
     KIND = "attach"
     pid: int
@@ -75,6 +75,7 @@ class Attach(Said):
     states: int  # values at its end that are the optimizer's
     gradients: int  # values of the gradient's vector; 0: weights are exchanged
     daemon: str = ""  # the one that has started the script, by what that has in its environment
+    padding: list[Any] = field(default_factory=list)  # rows that stay zeros while they are (training/model/padding.py)
 
     def check(self) -> None:
         """See `Said`."""
@@ -84,11 +85,12 @@ class Attach(Said):
             raise ValueError(f"attach: {self.states} values of the optimizer's in {self.total}")
         if not all(type(end) is int and 0 <= end <= self.total for end in self.ends):
             raise ValueError("attach: a tensor ends outside of the model")
-        for each in self.variances:
-            if not (isinstance(each, list | tuple) and len(each) == 2 and all(type(one) is int for one in each)):
-                raise ValueError("attach: a range of variances is no pair of numbers")
-            if not 0 <= each[0] <= each[1] <= self.total:
-                raise ValueError("attach: a range of variances lies outside of the model")
+        for name, ranges in (("variances", self.variances), ("padding", self.padding)):
+            for each in ranges:
+                if not (isinstance(each, list | tuple) and len(each) == 2 and all(type(one) is int for one in each)):
+                    raise ValueError(f"attach: a range of {name} is no pair of numbers")
+                if not 0 <= each[0] <= each[1] <= self.total:
+                    raise ValueError(f"attach: a range of {name} lies outside of the model")
 
 
 @dataclass(frozen=True, slots=True)

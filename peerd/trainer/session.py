@@ -55,6 +55,7 @@ from peerd.training.model.flat import FlatModel
 from peerd.training.model.gradient_parts import GradientParts
 from peerd.training.model.gradients import FlatGradients, require_dense
 from peerd.training.model.optimizer_state import OptimizerState
+from peerd.training.model.padding import padding_of
 from peerd.training.model.transfers import pin, unpin, wait_for
 from peerd.training.model.watch import ChangeWatch
 from peerd.transport.errors import UserError
@@ -221,7 +222,7 @@ class Session:
             comes = Attach(
                 os.getpid(), flat.signature, flat.parameters, flat.total, list(flat.tensors), variances, ends,
                 getattr(flat, "states", 0), self._gradients.total if self._gradients is not None else 0,
-                os.environ.get("PEERD_DAEMON", ""),
+                os.environ.get("PEERD_DAEMON", ""), list(map(list, padding_of(self._model, flat.pieces))),
             )  # fmt: skip
         except ValueError as error:
             raise Refused(f"the model has nothing to share ({error})") from None

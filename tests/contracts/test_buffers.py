@@ -1,4 +1,5 @@
-"""What no step changes stays the bits that it is, and a variance stays positive: in every mode, on every node.
+"""What no step changes stays the bits that it is, an Embedding's padding is zeros, and a variance stays positive: in
+every mode, on every node.
 
 Bare cores over queues, as in test_modes.py, but each node has a real trainer's model with BatchNorm, its flat view, the
 memory that it shares with the daemon, and the daemon's copy. A trainer takes corrections at its next step, as it does
@@ -23,6 +24,7 @@ from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Vector
 from peerd.training.model.flat import FlatModel
+from peerd.training.model.padding import padding_of
 from peerd.training.modes import EVERY_STEP, class_of
 
 FEATURES = 6
@@ -36,6 +38,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.words = nn.Embedding(4, FEATURES, padding_idx=1)
         self.first = nn.Linear(FEATURES, FEATURES)
         self.norm = nn.BatchNorm1d(FEATURES, momentum=0.7)
         self.register_buffer("inv_freq", torch.cat([TABLE.float(), torch.tensor([-0.0])]))
@@ -45,7 +48,7 @@ class Net(nn.Module):
         self.register_buffer("cache", torch.rand(3), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.first(x))
+        out: torch.Tensor = self.norm(self.first(x + 0.1 * self.words(torch.arange(len(x)) % 4)))
         return out
 
 
@@ -61,7 +64,8 @@ class TrainerLife(Life):
         self.flat.load(model)
         self.memory = SharedMemory.create(self.flat.total)
         self.memory.copies[0][:] = self.flat.gather()
-        self.model_copy = ModelCopy(self.memory, self.flat.variances)
+        padding = padding_of(self.net, self.flat.pieces)
+        self.model_copy = ModelCopy(self.memory, self.flat.variances, padding)
         super().__init__(name, model, layout, seed, make)
 
     @property
@@ -130,6 +134,9 @@ def look(swarm: TrainerSwarm) -> None:
         assert node.net.norm.running_var is not None
         assert float(node.net.norm.running_var.min()) > 0, f"{name}'s model"
         assert model[variance].min() > 0, f"{name}'s daemon"
+        assert not node.net.words.weight[1].any(), f"{name}'s padding"
+        ((start, stop),) = padding_of(node.net, node.flat.pieces)
+        assert not model[start:stop].any(), f"{name}'s daemon: padding"
         for piece in node.flat.pieces:
             if piece.name in TABLES:
                 given = piece.tensor.float().numpy()

@@ -231,6 +231,31 @@ def test_a_trainer_that_takes_each_correction_at_once_costs_one_buffer() -> None
     assert (model_copy.drain(), model_copy.waiting) == (None, [0, 1])
 
 
+def test_padding_is_corrected_once_it_is_trained() -> None:
+    trainers, daemons = two_mappings(SIZE)
+    model_copy = ModelCopy(daemons, padding=[(1, 2)])
+    ones = np.ones(SIZE, np.float32)
+
+    def corrections() -> list[list[float]]:
+        model_copy.add(ones)
+        model_copy.add(ones)
+        half = model_copy.drain()
+        assert half is not None
+        given = trainers.corrections[half][:2].tolist()
+        model_copy.taken(half)
+        return [given, model_copy.values()[:2].tolist()]
+
+    assert corrections() == [[2, 0], [2, 0]]
+    trainers.copies[1][:] = 5  # its weight is that of another layer, too
+    model_copy.published(1, 1)
+    assert corrections() == [[2, 2], [7, 7]]
+    trainers.copies[0][:] = 0
+    model_copy.published(0, 2)
+    model_copy.owned_here()
+    model_copy.add(ones)
+    assert model_copy.values()[:2].tolist() == [1, 0]
+
+
 def test_a_look_is_no_copy_and_cannot_be_written() -> None:
     daemons = two_mappings(SIZE)[1]
     model_copy = ModelCopy(daemons)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trio
@@ -678,6 +679,21 @@ def test_variances_that_are_slices_of_a_table_are_known_to_the_daemon(path: Path
     layout = with_daemon(path, script).side.layout
     assert layout is not None
     assert sorted(stop - start for start, stop in layout.variances) == [3, 3, 4], "of the table, the slice, the norm"
+
+
+def test_the_rows_of_padding_are_known_to_the_daemon(path: Path) -> None:
+    """What another moves by one bit a value went into them, too."""
+
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(2, 5), nn.Embedding(5, 3, padding_idx=-1))
+        with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as swarm:
+            swarm.step()
+
+    model = with_daemon(path, script).side.runner.core.model
+    assert model is not None
+    before = model.values().copy()
+    model.add(np.ones(30, np.float32))
+    assert np.flatnonzero(model.values() == before).tolist() == [27, 28, 29]
 
 
 def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
