@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from peerd.local.local_socket import LocalSocket, find_node
-from peerd.trainer import checkpoint, groups
+from peerd.trainer import checkpoint, groups, reflections
 from peerd.trainer.comeback import Comeback, OpenAgain
 from peerd.trainer.figures import Figures, FromGpus, clean, one_number
 from peerd.trainer.follower import Follower
@@ -127,6 +127,8 @@ def _come(
         if socket is not None and session is None:
             say("the daemon went away; training alone")
         for line in checkpoint.not_kept(model) if session is not None else ():
+            say(line)
+        if session is not None and session.hooks is None and (line := reflections.told(model, session.flat.pieces)):
             say(line)
         with suppress(Exception):  # of the script's own classes: the first checkpoint will say it
             if session is not None and (line := checkpoint.too_long(model, optimizer, kept)):

@@ -24,6 +24,7 @@ import trio
 from model_node import Node, running, until
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
+from torch.nn.utils.parametrizations import orthogonal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import peerd
@@ -694,6 +695,26 @@ def test_the_rows_of_padding_are_known_to_the_daemon(path: Path) -> None:
     before = model.values().copy()
     model.add(np.ones(30, np.float32))
     assert np.flatnonzero(model.values() == before).tolist() == [27, 28, 29]
+
+
+@pytest.mark.parametrize("exclude", [(), "first.*"])
+@pytest.mark.parametrize("map", ["householder", "cayley"])
+def test_reflections_that_no_codec_keeps_are_told(
+    path: Path, capsys: pytest.CaptureFixture[str], map: str, exclude: Any
+) -> None:
+    """Columns of the matrix became zeros, and the loss as large as at first, without a word."""
+
+    def script() -> None:
+        model = nn.Sequential()
+        model.add_module("first", orthogonal(nn.Linear(2, 5), orthogonal_map=map))
+        model.add_module("last", nn.Linear(5, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with peerd.attach(model, optimizer, exclude=exclude) as swarm:
+            swarm.step()
+
+    with_daemon(path, script)
+    told = "peerd: first.parametrizations.weight.original is made orthogonal by Householder reflections"
+    assert capsys.readouterr().err.count(told) == (map == "householder" and not exclude)
 
 
 def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
