@@ -128,8 +128,7 @@ command: Any = typer.main.get_command(app)
 
 def run() -> None:
     """Run the verb that was typed."""
-    if sys.stderr is None or sys.stdout is None:  # closed by whoever started this: what opens next would be written to
-        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    _open_what_is_closed()
     if isinstance(sys.stdout, io.TextIOWrapper):  # rich draws what no ASCII terminal has, and a path may be no UTF-8
         with suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -161,6 +160,18 @@ def run() -> None:
         if (told := told_of_own(error)) is None:
             raise
         _fail(told)
+
+
+def _open_what_is_closed() -> None:
+    """Of the standard streams: what opens next, a socket or the model's memory, would have its number.
+
+    Libraries write there, the script's, too, which inherits them.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    if sys.stderr is None or sys.stdout is None:
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
 
 
 def _fail(error: BaseException | str) -> None:

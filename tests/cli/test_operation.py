@@ -424,6 +424,24 @@ def test_what_the_readme_starts_needs_no_root(machine: Machine, as_nobody: Calla
 # ---------------------------------------------------------------- nobody hears
 
 
+WITHOUT_STREAMS = """
+import os, sys
+os.closerange(0, 3)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_where_no_stream_is_open_nothing_else_is_written_to_as_one(machine: Machine) -> None:
+    script = machine.script("quiet.py", QUIET)
+    command = [*PEERD, "start", str(script), "--name", "n", "--bind", "127.0.0.1:0"]
+    node = machine.spawn("n", ["-c", WITHOUT_STREAMS, *command])
+    node.trains()
+    for pid in (node.process.pid, node.trainer_pid):  # a library of the script's wrote to the model that both map
+        assert {os.readlink(f"/proc/{pid}/fd/{stream}") for stream in range(3)} == {os.devnull}
+    node.signal(signal.SIGINT)
+    assert node.end() == 0
+
+
 @pytest.mark.parametrize("opened", [_closed_pipe, _full_disk])
 def test_what_nobody_can_read_ends_no_training(machine: Machine, opened: Callable[[], int]) -> None:
     assert "print" not in QUIET  # of its own words a script may die
