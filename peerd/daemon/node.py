@@ -422,10 +422,11 @@ async def _reached(settings: Settings, carrier: Carrier, bound: Address) -> Addr
     """Where others reach a node that is bound there; port 0: the one that it will get. Raises UserError."""
     host, port = bound
     if (told := settings.advertised(port)) is None:
-        return carrier.reached(host), port
-    found = await _resolved(carrier, told, "advertise")
+        key, text, found = "bind", settings.bind, (carrier.reached(host), port)
+    else:
+        key, text, found = "advertise", settings.advertise, await _resolved(carrier, told, "advertise")
     if not is_ip(found[0]):
-        raise UserError(f"advertise: {settings.advertise!r} is no address that others could dial")
+        raise UserError(f"{key}: {text!r} is no address that others could dial")
     return found
 
 

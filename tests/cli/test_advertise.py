@@ -137,7 +137,16 @@ def test_who_listens_on_loopback_and_is_to_be_reached_elsewhere_is_told(machine:
     ],
 )
 def test_an_address_that_nobody_can_reach_is_refused(machine: Machine, address: str, said: str) -> None:
-    ran = machine.peerd("start", "--name", "a", "--advertise", address)
+    _is_refused(machine, "--advertise", address, said)
+
+
+@pytest.mark.parametrize("address", ["224.0.0.1:0", "255.255.255.255:0"])  # Linux binds a socket to them
+def test_an_address_of_many_machines_is_nobodys(machine: Machine, address: str) -> None:
+    _is_refused(machine, "--bind", address, f"bind: {address!r} is no address that others could dial")
+
+
+def _is_refused(machine: Machine, option: str, address: str, said: str) -> None:
+    ran = machine.peerd("start", "--name", "a", option, address)
     assert ran.returncode != 0
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
