@@ -212,6 +212,9 @@ def test_a_demo_without_its_data_starts_no_node(
         ("view = = 3", "Invalid value (at line 1, column 8): view = = 3"),
         ('mode = "gossip"\n\nview 3 # "', "(at line 3, column 6): view 3 # "),
         ("view = 3\nview = 4", "Cannot overwrite a value"),
+        (f"view = {'9' * 5000}", "config "),
+        (f"checkpoint_every_s = {'9' * 400}", "checkpoint_every_s must be a number, not 9999"),
+        (r'mode = "a\u0000.py:Mine"', r"--mode a\x00.py:Mine: there is no file a\x00.py"),
     ],
 )
 def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, expected: str) -> None:

@@ -55,12 +55,13 @@ def whose(error: Exception) -> str | None:
 
 
 def _load(file: Path, text: str, name: str) -> type[ModeClass]:
+    if not os.path.isfile(file):  # before it is resolved, which some names cannot be
+        raise WrongSetting(f"--mode {text}: there is no file {file}", "mode")
     module_name = f"peerd_mode_{file.resolve()}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
-        if spec is None or spec.loader is None or not os.path.isfile(file):
-            raise WrongSetting(f"--mode {text}: there is no file {file}", "mode")
+        assert spec is not None and spec.loader is not None, "its name ends in .py"
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
