@@ -16,6 +16,7 @@ from peerd.process.logs import LOGGER
 from peerd.transport.ids import Address, is_ip, shown
 
 LOOK_EVERY_S = 5.0
+ALL_OF_IT = ("0.0.0.0", "::")  # the addresses of this machine, each of them: it lacks none
 
 
 class OwnAddress:
@@ -31,7 +32,8 @@ class OwnAddress:
 
     async def run(self) -> None:
         """Say when it does not serve, and when it does again; what was never here is of another kind of network."""
-        if not is_ip(self._host) or is_lacking(self._host):  # a name would be looked up, while all others wait
+        is_known = is_ip(self._host) or self._host in ALL_OF_IT  # a name would be looked up, while all others wait
+        if not is_known or is_lacking(self._host):
             return
         while True:
             await trio.sleep(LOOK_EVERY_S)

@@ -39,10 +39,13 @@ async def test_it_is_told_once_that_the_address_is_gone_and_that_it_is_back(
 
 
 @pytest.mark.trio(clock="autojump")
-async def test_it_is_told_once_that_nobody_comes_to_where_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0", "::"])  # with --advertise alone it is bound to all
+async def test_it_is_told_once_that_nobody_comes_to_where_the_others_are_told(
+    bound: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     by_nobody = False
-    address = OwnAddress("127.0.0.1", lambda: ("192.0.2.9", 7000), lambda: by_nobody)
+    address = OwnAddress(bound, lambda: ("192.0.2.9", 7000), lambda: by_nobody)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(address.run)
         for by_nobody in (False, True, False):
