@@ -130,8 +130,8 @@ class Settings(ModeSettings):
 
     @property
     def state_path(self) -> Path:
-        """The folder of this node's identity and checkpoints."""
-        return Path(self.state_dir) if self.state_dir else _state_home() / self.name
+        """The folder of this node's identity and checkpoints; the script, and who exports, may be in another one."""
+        return Path(self.state_dir).absolute() if self.state_dir else _state_home() / self.name
 
     @property
     def checkpoints(self) -> Path:
@@ -287,7 +287,7 @@ def parse_address(text: str, where: str, default: int = DEFAULT_PORT) -> Address
 
 def _state_home() -> Path:
     if told := os.environ.get("XDG_STATE_HOME"):
-        return Path(told) / "peerd"
+        return Path(told).absolute() / "peerd"
     try:
         return Path.home() / ".local" / "state" / "peerd"
     except RuntimeError:  # a container's user may have none

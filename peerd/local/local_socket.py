@@ -31,7 +31,7 @@ class NodeStarts(UserError):
 def runtime_dir() -> Path:
     """Where the control sockets live: $XDG_RUNTIME_DIR/peerd, else a private folder in /tmp."""
     parent = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(parent) / "peerd" if parent else Path(f"/tmp/peerd-{os.getuid()}")
+    return Path(parent).absolute() / "peerd" if parent else Path(f"/tmp/peerd-{os.getuid()}")
 
 
 def socket_path(name: str) -> Path:

@@ -497,7 +497,7 @@ def test_an_address_that_may_have_a_port_or_not_needs_brackets() -> None:
 def test_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert Settings(name="n").state_path == tmp_path / "peerd" / "n"
-    assert Settings(name="n", state_dir="elsewhere").state_path == Path("elsewhere")
+    assert Settings(name="n", state_dir="elsewhere").state_path == Path("elsewhere").absolute()
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert Settings(name="n").state_path == Path("/home/me/.local/state/peerd/n")
