@@ -11,6 +11,7 @@ import typer
 from peerd.cli.output import Format, FormatOption, NameOption, print_json, size
 from peerd.local.export import check_folder
 from peerd.local.local_socket import find_node, request
+from peerd.trainer.say import say
 from peerd.transport.errors import UserError
 
 COMPLETE_HELP = "with frozen tensors, integer buffers and both names of tied ones, so that strict loading works"
@@ -51,5 +52,5 @@ def _complete(node: Path, path: Path) -> dict[str, Any]:
     finally:
         shared.unlink(missing_ok=True)
     for line in untold:
-        typer.echo(f"peerd: {line}", err=True)
+        say(line)
     return {**answer, "path": str(path), "bytes": path.stat().st_size, "tensors": tensors}

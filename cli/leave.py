@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from peerd.cli.output import Format, FormatOption, NameOption, print_json
+from peerd.cli.output import Format, FormatOption, NameOption, echo, print_json
 from peerd.local.local_socket import LocalSocket, conversation, find_node
 
 LOOK_EVERY_S = 1.0
@@ -28,7 +28,7 @@ def _wait(daemon: LocalSocket, leaving: str) -> None:
     def tell(text: str) -> None:
         nonlocal told
         if text != told:
-            typer.echo(f"{leaving} {text}", err=True)
+            echo(f"{leaving} {text}", err=True)
             told = text
 
     while not daemon.ends(LOOK_EVERY_S):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,8 +38,9 @@ def print_json(value: Any) -> None:
 
 
 def echo(line: str, *, err: bool = False) -> None:
-    """One line for people, whatever peers had a say in it."""
-    typer.echo(printable(line), err=err)
+    """One line for people, whatever peers had a say in it. What stderr does not take is lost: it is not the answer."""
+    with suppress(OSError) if err else nullcontext():
+        typer.echo(printable(line), err=err)
 
 
 def plain_table(columns: list[str], rows: list[list[str]]) -> Table:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
 
-import typer
 from typer.core import TyperCommand
 
 from peerd.cli.misuse import UsageError, continued
+from peerd.trainer.say import say
 from peerd.transport.errors import UserError, WrongSetting
 
 NEIGHBOURS = ("--join", "--token", "--bind", "--advertise", "--relay", "--name")  # without them it would train alone
@@ -110,4 +110,4 @@ def tell_near_misses(command: list[str], ours: list[str]) -> None:
         swapped = [known for known in ours if sorted(known) == sorted(option)]
         near = swapped or difflib.get_close_matches(option, ours, 1, NEAR)
         if near and not option.startswith(near[0]):
-            typer.echo(f"peerd: {option} goes to {command[0]}; peerd start has {near[0]}", err=True)
+            say(f"{option} goes to {command[0]}; peerd start has {near[0]}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -58,6 +62,21 @@ def test_who_waits_for_a_mode_hears_what_for_and_whom(
     monkeypatch.setattr("peerd.cli.mode.TELL_EVERY_S", -1.0)
     _wait(Path("a.sock"), mine, time.monotonic())
     assert capsys.readouterr().err == 2 * "plan 1 is set, and in force on 2 of 3 members; not yet b\n"
+
+
+class _FullDisk(io.StringIO):
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_who_cannot_be_told_what_a_command_waits_for_still_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An average was taken back for it, as by Ctrl-C."""
+    mine, before = {"plan": 1, "author": "a"}, {"plan": 0, "author": ""}
+    answers = [{**mine, "members": [{"name": "b", **before}]}, {**mine, "members": []}]
+    monkeypatch.setattr("peerd.cli.mode.request", lambda *_: answers.pop(0))
+    monkeypatch.setattr("peerd.cli.mode.TELL_EVERY_S", -1.0)
+    monkeypatch.setattr(sys, "stderr", _FullDisk())
+    assert _wait(Path("a.sock"), mine, time.monotonic())["members"] == []
 
 
 def test_help_says_which_options_of_a_mode_cannot_be_set() -> None:

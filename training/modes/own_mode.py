@@ -61,7 +61,8 @@ def _load(file: Path, text: str, name: str) -> type[ModeClass]:
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None, "its name ends in .py"
+        assert spec is not None, "its name ends in .py"
+        assert spec.loader is not None, "it is a file"
         module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
