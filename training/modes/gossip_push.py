@@ -41,8 +41,8 @@ class GossipPush(OneWay):
         if not self._robust:
             correction *= share
             return correction
-        cut, still = self._layout.parameters, self._report.finishing
-        part, of_buffers = self._allowances.shares(incoming.peer, distance, correction, values, cut, share, still=still)
+        cut = self._layout.parameters
+        part, of_buffers = self._allowances.shares(incoming.peer, distance, correction, values, cut, share)
         self.counts["pushes_shortened"] += part < share
         correction[:cut] *= part
         correction[cut:] *= of_buffers

@@ -203,7 +203,7 @@ class PushSum(OneWay):
         most = max(0.0, WEIGHT_SHARE * (1 + len(self._partners.alive)) - weight)
         if distance is None:
             distance = norm_of_difference(model[:cut], values[:cut])
-        limit = self._allowances.of(peer, self._norm(values), distance, still=self._report.finishing)
+        limit = self._allowances.of(peer, self._norm(values), distance)
         part = part_within(weight, offered, distance, limit)
         if cut < len(values):
             limit = BUFFERS_MAX * norm_of_difference(values[cut:])

@@ -8,6 +8,10 @@ each other's for ever. From whom is further away than FAR times the others' medi
 late where fewer than two others were seen, less is taken the further it is. A push takes as much of its mass (m y, m)
 as its allowance covers; the rest waits at the receiver, and is taken later. So the sum of all masses stays as it is:
 what a limit holds back is late, not lost.
+
+No step fills an allowance once a run has ended. Models come together then: at once each peer may move this one by FLUSH
+times the usual distance, or a full allowance if that is more, and time fills allowances as fast as the run's own steps
+did, by STILL_LIMIT full ones at most, for what a slow member learns after the others have ended.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ LIMIT = 2.0
 FAR = 4.0
 """Times the usual distance: from beyond it less is taken the further it is."""
 STILL_LIMIT = 16.0
-"""Times a full allowance, once, for each peer when a run ends: models come together then, and no step fills it.
+"""Full allowances, in all, that each peer has after a run. All of them at once are a liar's way to ruin a short run.
 
 With 4, what a slow member learns after the others have ended is hardly taken; with 64, noise is (RESULTS.md)."""
+FLUSH = 1.5
+"""Times the usual distance: what each peer may move a model by at once when its run ends."""
 REACH_MIN = 1 / 64
 """Of the model's norm: the least reach, of a node that has made no step yet. A bfloat16 snapshot differs by less."""
 BUFFERS_MAX = 1 / 4
@@ -66,12 +72,25 @@ class Allowances:
         self._path = 0.0  # since the last
         self._told = 0.0  # of the distance from the last copy
         self._had_company = False  # somebody has been there, be it long ago
+        self._way = 0.0  # own path in this run
+        self._began_at: float | None = None  # this run
+        self._stood_at: float | None = None  # until when time has filled the allowances, of a run that has ended
+        self._pace = 0.0  # own path a second, in the run that has ended
+        self._to_fill = 0.0  # by time, after it
+        self._granted = 0.0  # what a full allowance is at least, after it
+
+    def trains(self, now: float) -> None:
+        """This node has begun a run, or goes on with it."""
+        if self._began_at is None or self._stood_at is not None:
+            self._began_at, self._stood_at = now, None
+            self._way = self._granted = 0.0
 
     def walked(self, change: float, *, published: bool) -> None:
         """A step, after which the model is `change` from its last copy."""
         step = max(0.0, change - self._told) if math.isfinite(change) else 0.0
         self._told = 0.0 if published else max(self._told, change)
         self._path += step
+        self._way += step
         for peer in self._left:
             self._left[peer] += LIMIT * step
 
@@ -80,18 +99,35 @@ class Allowances:
         self._stride += STRIDE_WEIGHT * (self._path - self._stride) if self._stride else self._path
         self._path = 0.0
 
-    def ended(self, norm: float) -> None:
-        """No step fills an allowance from now on."""
-        for peer in self._left:
-            self._left[peer] = STILL_LIMIT * self._full(norm)
+    def ended(self, norm: float, now: float) -> None:
+        """This node's run has ended: no step fills an allowance from now on."""
+        lasted = now - self._began_at if self._began_at is not None else 0.0
+        self._stood_at = now
+        self._pace = self._way / lasted if lasted > 0 else 0.0
+        full = self._full(norm)
+        self._to_fill = (STILL_LIMIT - 1) * full
+        known = self._distances.values()
+        together = FLUSH * _low_median(known) if len(known) > 1 else math.inf
+        self._granted = min(together, STILL_LIMIT * full)
+        self._left = dict.fromkeys(self._left, self._full(norm))
 
-    def of(self, peer: NodeId, norm: float, distance: float = 0.0, *, still: bool = False) -> float:
+    def stood(self, now: float) -> None:
+        """Time has gone by since the end of the run."""
+        assert self._stood_at is not None, "it has ended"
+        filled = min(self._to_fill, LIMIT * self._pace * (now - self._stood_at))
+        self._stood_at = now
+        self._to_fill -= filled
+        for peer in self._left:
+            self._left[peer] += filled
+
+    def of(self, peer: NodeId, norm: float, distance: float = 0.0) -> float:
         """How far a push may move a model of this norm, that is so far away from what is pushed."""
-        full = self._full(norm) * (STILL_LIMIT if still else 1.0)
-        left = self._left[peer] = min(self._left.get(peer, full), full)
-        others = sorted(each for other, each in self._distances.items() if other != peer)
+        full = self._full(norm)
+        most = full if self._stood_at is None else STILL_LIMIT * full
+        left = self._left[peer] = min(self._left.get(peer, full), most)
+        others = [each for other, each in self._distances.items() if other != peer]
         self._distances[peer] = distance
-        usual = others[(len(others) - 1) // 2] if len(others) > 1 else self._reach(norm)
+        usual = _low_median(others) if len(others) > 1 else self._reach(norm)
         return left * FAR * usual / distance if distance > FAR * usual else left
 
     def moved(self, peer: NodeId, by: float) -> None:
@@ -102,15 +138,7 @@ class Allowances:
             self._left[other] += by / (1 + len(others))
 
     def shares(
-        self,
-        peer: NodeId,
-        distance: float,
-        apart: Vector,
-        values: Vector,
-        cut: int,
-        share: float,
-        *,
-        still: bool = False,
+        self, peer: NodeId, distance: float, apart: Vector, values: Vector, cut: int, share: float
     ) -> tuple[float, float]:
         """How much of `apart`, at most `share`, this peer may move `values` by: its parameters, and its float buffers.
 
@@ -118,7 +146,7 @@ class Allowances:
         and the peer's allowance pays for the rest.
         """
         length = norm_of_difference(apart[cut:])
-        limit = self.of(peer, norm_of_difference(values[:cut]), distance, still=still)
+        limit = self.of(peer, norm_of_difference(values[:cut]), distance)
         part = min(share, limit / distance) if distance > 0 else share
         self.moved(peer, part * distance)
         most = BUFFERS_MAX * norm_of_difference(values[cut:])
@@ -135,11 +163,15 @@ class Allowances:
             self._distances.pop(gone, None)
 
     def _full(self, norm: float) -> float:
-        return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm)
+        return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm, self._granted)
 
     def _reach(self, norm: float) -> float:
         """How far others may be, as this node's own steps have it."""
         return max(self._path, self._stride, REACH_MIN * norm)
+
+
+def _low_median(distances: Collection[float]) -> float:
+    return sorted(distances)[(len(distances) - 1) // 2]
 
 
 def part_within(weight: float, part: float, distance: float, limit: float) -> float:

@@ -103,13 +103,14 @@ class OneWay(PartneredMode[Partner]):
         ends = report.finishing and not self._report.finishing
         self._answers.hurries = report.finishing
         if not report.finishing:
+            self._allowances.trains(now)
             self._untold.clear()
         elif ends:
             self._will_tell(self._pushers(), now)
         self._allowances.walked(report.change, published=report.published)
         effects = super().on_step(report, now)
         if ends:
-            self._allowances.ended(self._norm(self._current()))
+            self._allowances.ended(self._norm(self._current()), now)
         return effects
 
     def on_message(self, sender: NodeId, message: Message | Connected, now: float) -> list[Effect]:
@@ -278,6 +279,8 @@ class OneWay(PartneredMode[Partner]):
         if not np.isfinite(distance):
             self._scratch.give(came)
             return not_finite(self.counts)  # and no answer: it will be said again
+        if self._report.finishing:
+            self._allowances.stood(now)
         try:
             correction = self._correction(held, push, came, values, distance)
         except PeerError:

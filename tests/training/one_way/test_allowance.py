@@ -22,8 +22,10 @@ from peerd.training.one_way import allowance, core
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
     FAR,
+    FLUSH,
     LIMIT,
     REACH_MIN,
+    STILL_LIMIT,
     WEIGHT_SHARE,
     Allowances,
     Waiting,
@@ -161,6 +163,52 @@ def test_where_nobody_can_be_compared_ones_own_way_says_what_is_far() -> None:
         assert full == near.of("y", 64.0, 0.0) > 0
         assert far.of("z", 64.0, 10 * FAR * reach) == pytest.approx(full / 10)
         assert far.of("y", 64.0, 1e9) < 1e-6, "the first was the liar, too"
+
+
+def trained(seconds: float, path: float, distances: dict[str, float]) -> Allowances:
+    """A run that has ended, among peers that were this far away."""
+    allowances = Allowances(1)
+    allowances.trains(0.0)
+    allowances.walked(path, published=True)
+    for peer, distance in distances.items():
+        allowances.of(peer, 0.0, distance)
+    allowances.ended(0.0, seconds)
+    return allowances
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0.1, 1e3), st.lists(st.floats(0, 1e3), min_size=2, max_size=9))
+def test_when_a_run_ends_a_peer_may_move_a_model_by_what_brings_it_to_the_others(
+    seconds: float, path: float, distances: list[float]
+) -> None:
+    """Each had sixteen full allowances at once: one liar of eight took a short run of gossip-pull to where it liked."""
+    allowances = trained(seconds, path, {str(peer): distance for peer, distance in enumerate(distances)})
+    full, usual = LIMIT * path, sorted(distances)[(len(distances) - 1) // 2]
+    at_once = max(full, min(FLUSH * usual, STILL_LIMIT * full))
+    assert allowances.of("0", 0.0) == allowances.of("newcomer", 0.0) == pytest.approx(at_once)
+    allowances.moved("0", at_once)
+    assert allowances.of("0", 0.0) == 0.0
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0.1, 1e3), st.lists(st.floats(0, 1e3), min_size=1))
+def test_time_fills_an_allowance_after_the_end_as_steps_did_and_not_for_ever(
+    seconds: float, path: float, pauses: list[float]
+) -> None:
+    allowances, full, now, taken = trained(seconds, path, {"a": 0.0, "b": 0.0, "c": 0.0}), LIMIT * path, seconds, 0.0
+    for pause in pauses:
+        now += pause
+        allowances.stood(now)
+        left = allowances.of("a", 0.0)
+        taken += left
+        allowances.moved("a", left)
+        assert taken == pytest.approx(full + min((STILL_LIMIT - 1) * full, LIMIT * path / seconds * (now - seconds)))
+    allowances.trains(now)
+    assert allowances.of("newcomer", 0.0) == full, "a new run"
+
+
+def test_who_has_met_too_few_to_compare_lets_them_all_bring_it_along_when_its_run_ends() -> None:
+    for distances in ({"a": 1e9}, {}):
+        allowances = trained(10.0, 3.0, distances)
+        assert allowances.of("a", 0.0) == STILL_LIMIT * LIMIT * 3.0
 
 
 @pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum"])
