@@ -400,9 +400,15 @@ def test_a_state_folder_that_cannot_be_written_ends_no_training(machine: Machine
 def test_a_script_that_goes_to_another_folder_finds_its_node_and_its_checkpoints(machine: Machine) -> None:
     """As Hydra's do, to a new folder at each start."""
     moves = "import os, tempfile\nos.chdir(tempfile.mkdtemp(dir='.'))\n"
-    relative = {"XDG_RUNTIME_DIR": machine.runtime.name, "PEERD_STATE_DIR": "kept", "PEERD_CHECKPOINT_EVERY_S": "0.2"}
+    script = machine.script("train.py", moves + TRAIN)
     for resumes in (False, True):
-        node = machine.start("n", machine.script("train.py", moves + TRAIN), **relative)
+        node = machine.start(
+            "n",
+            script,
+            XDG_RUNTIME_DIR=machine.runtime.name,
+            PEERD_STATE_DIR="kept",
+            PEERD_CHECKPOINT_EVERY_S="0.2",
+        )
         node.trains()
         node.eventually(lambda: [*(machine.path / "kept" / "checkpoints").glob("step-*/manifest.json")])
         assert ("resumed from the checkpoint of step" in node.log) is resumes
