@@ -123,6 +123,8 @@ def _come(
 
     try:
         socket = _connect()
+        if socket is not None and hasattr(sys, "ps1"):
+            _end_earlier(socket.path)
         session = None if socket is None else open_on(socket)
         if socket is not None and session is None:
             say("the daemon went away; training alone")
@@ -152,6 +154,14 @@ def _come(
         if session is not None:
             session.close()
         raise
+
+
+def _end_earlier(path: Path) -> None:
+    """In a notebook a cell that failed is run again, and what it had attached may have no name any more."""
+    for swarm in list(_SWARMS):
+        if swarm._session is not None and swarm._session.path == path:
+            say("the earlier training of this process, which was not finished, ends here")
+            swarm._end("of a training in whose place another came")
 
 
 def _opened(socket: LocalSocket, session: Callable[[], Session]) -> Session | None:

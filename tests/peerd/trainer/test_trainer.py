@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -187,6 +188,38 @@ def test_steps_after_the_end_of_a_training_are_told_once_to_be_alone(
     with_daemon(path, script)
     told = 'peerd: swarm.step after swarm.finish() or the end of its "with" block: this training goes on alone; '
     assert capsys.readouterr().err.count(told) == 1
+
+
+def test_a_cell_of_a_notebook_that_is_run_again_attaches_anew(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused, and where its first run had lost the swarm nothing helped but a new kernel."""
+
+    def script() -> None:
+        model, optimizer = normed()
+
+        def cell(*, fails: bool) -> peerd.Swarm:
+            swarm = peerd.attach(model, optimizer)
+            swarm.step()
+            if fails:
+                raise ZeroDivisionError
+            return swarm
+
+        with pytest.raises(ZeroDivisionError):
+            cell(fails=True)
+        with pytest.raises(SystemExit, match="attached already"):
+            cell(fails=False)
+        monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+        earlier = cell(fails=False)
+        later = cell(fails=False)
+        earlier.step()
+        assert (earlier.alone, later.alone) == (True, False)
+        later.finish()
+
+    with_daemon(path, script)
+    told = capsys.readouterr().err
+    assert told.count("the earlier training of this process, which was not finished, ends here") == 2
+    assert told.count("swarm.step of a training in whose place another came: this training goes on alone") == 1
 
 
 def test_steps_in_a_forked_process_are_told_to_be_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
