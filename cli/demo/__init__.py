@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,10 +64,9 @@ def demo(
     victim = Kill.parse(kill, peers) if kill is not None else None
     if victim is not None and settings.min_peers == peers:
         raise UserError(f"--min-peers {peers}: after --kill {kill} there are {peers - 1}, who would wait for ever")
-    prepare = partial(TASKS[task].prepare, [*command[1:], "--rank", "0", "--peers", str(peers)])
     if not TASKS[task].brings_data:
         with interrupts_end_at_once():
-            prepare()
+            TASKS[task].prepare([*command[1:], "--rank", "0", "--peers", str(peers)])
     console = Console(stderr=format is Format.JSON)
     options = {
         "--wait-for": str(peers),
@@ -76,11 +74,11 @@ def demo(
     }
     with kill_cleans_up(), LocalSwarm(peers, options, command) as swarm:
         watch = Watch(victim)
-        with interrupts_end_at_once(swarm.end_at_once):  # of torch and matplotlib, while the nodes import theirs
-            if TASKS[task].brings_data:
-                prepare()
-            from peerd.cli.demo.picture import draw
         show_live(console, f"{task} on {peers} nodes", settings.mode, follow(swarm, watch))
+        with interrupts_end_at_once(swarm.end_at_once):  # on a busy machine these take longer than the training
+            import torch  # noqa: F401  # for `sum_up`
+
+            from peerd.cli.demo.picture import draw
         result = sum_up(swarm, watch, task, seed, settings.mode)
     drawn: Path | None = picture
     try:

@@ -27,7 +27,7 @@ def show_live(console: Console, title: str, mode: str, looks: Iterable[Statuses]
     bar = Progress(TextColumn(title), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     row = bar.add_task(title, total=1.0, note="starting")
     latest: Statuses = {}
-    with Live(console=console, refresh_per_second=4, transient=True) as live:
+    with Live(console=console, refresh_per_second=4) as live:
         for statuses in looks:
             latest.update(statuses)
             note = f"{finished(statuses)} of {len(statuses)} finished"

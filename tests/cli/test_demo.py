@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,21 @@ def test_the_summary_says_what_was_saved_and_explains_what_was_used(
     lines = console.export_text().splitlines()
     assert f"           every-step fp32 gossip would send 1.00 kB: {traffic}" in lines
     assert f"went over  {way}" in lines
+
+
+def test_a_demo_looks_before_it_imports_what_takes_long() -> None:
+    """On a busy machine torch and matplotlib took longer than the training: nothing was seen, and nothing drawn."""
+    code = """if True:
+        import sys
+        from contextlib import nullcontext
+        from peerd.cli import demo, main
+        demo.LocalSwarm = lambda *_: nullcontext()
+        demo.show_live = lambda *_: sys.exit(f"imported: {sorted({'torch', 'matplotlib'} & sys.modules.keys())}")
+        sys.argv = ["peerd", "demo"]
+        main.run()
+    """
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stderr == "imported: []\n"
 
 
 @pytest.mark.filterwarnings("error")
