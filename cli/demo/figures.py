@@ -19,7 +19,7 @@ from peerd.training.modes import exchanges, heeds
 from peerd.training.tasks import TASKS
 from peerd.transport.printable import printable
 
-COLUMNS = ("node", "phase", "step", "loss", "accuracy", "distance", "sent", "received")
+COLUMNS = ("node", "phase", "step", "loss", "accuracy", "distance", "sent")
 
 
 def show_live(console: Console, title: str, mode: str, looks: Iterable[Statuses]) -> None:
@@ -27,7 +27,7 @@ def show_live(console: Console, title: str, mode: str, looks: Iterable[Statuses]
     bar = Progress(TextColumn(title), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     row = bar.add_task(title, total=1.0, note="starting")
     latest: Statuses = {}
-    with Live(console=console, refresh_per_second=4) as live:
+    with Live(console=console, refresh_per_second=4, transient=not console.is_terminal) as live:
         for statuses in looks:
             latest.update(statuses)
             note = f"{finished(statuses)} of {len(statuses)} finished"
@@ -41,14 +41,13 @@ def counted_in(mode: str) -> str:
 
 
 def table(latest: Statuses, unit: str) -> Table:
-    """One row a node, as each was seen last."""
+    """One row a node, as each was seen last; within 80 columns."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in (*COLUMNS, unit, "reason"):
-        table.add_column(column, justify="left" if column in ("node", "phase", "reason") else "right")
+    for column in (*COLUMNS, unit):
+        table.add_column(column, justify="left" if column in ("node", "phase") else "right", no_wrap=True)
     for name, status in latest.items():
         trainer = status["trainer"] or {"loss": None, "metrics": {}}
         loss, accuracy = trainer["loss"], trainer["metrics"].get("accuracy")
-        busiest = max(status["links"], key=lambda link: link["exchanges"], default={"last_reason": ""})
         table.add_row(
             name,
             status["phase"],
@@ -57,9 +56,7 @@ def table(latest: Statuses, unit: str) -> Table:
             "-" if accuracy is None else f"{accuracy:.2%}",
             "-" if status["consensus_distance"] is None else f"{status['consensus_distance']:.2%}",
             size(status["bytes_sent"]),
-            size(status["bytes_received"]),
             str(status["counts"].get(unit, 0)),
-            busiest["last_reason"] or "-",
         )
     return table
 
@@ -120,8 +117,8 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path | None
         f"[bold]{result['task']}[/bold]: {result['peers']} nodes, {result['steps']} steps, {result['seconds']:.1f} s\n"
         f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
         f"{result['accuracy_worst']:.2%} worst node\n"
-        f"traffic    {size(result['bytes_sent_total'])} sent in {result[unit]} {unit} and "
-        f"{result['snapshots']} models sent whole\n"
+        f"traffic    {size(result['bytes_sent_total'])} sent in {_counted(result[unit], unit)} and "
+        f"{_counted(result['snapshots'], 'models')} sent whole\n"
         f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: {_saved(result)}\n"
         f"went over  {', '.join(result['carriers']) or 'nothing'}{shm}\n"
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean"
@@ -132,6 +129,10 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path | None
         console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:
         console.print(f"[red]failure[/red]    {escape(printable(failure))}")
+
+
+def _counted(many: int, unit: str) -> str:
+    return f"{many} {unit if many != 1 else unit[:-1]}"
 
 
 def _saved(result: dict[str, Any]) -> str:

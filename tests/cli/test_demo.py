@@ -85,11 +85,22 @@ def test_a_demo_survives_the_kill_of_a_node(machine: Machine, tmp_path: Path) ->
     ],
 )
 def test_the_table_counts_what_the_mode_does(mode: str, counts: dict[str, int], unit: str) -> None:
-    links = [{"exchanges": 1, "last_reason": "change"}]
-    status = {"phase": "training", "trainer": None, "links": links, "counts": counts, "consensus_distance": 0.0}
-    shown = table({"node-0": {**status, "bytes_sent": 0, "bytes_received": 0}}, counted_in(mode))
+    status = {"phase": "training", "trainer": None, "counts": counts, "consensus_distance": 0.0, "bytes_sent": 0}
+    shown = table({"node-0": status}, counted_in(mode))
     (column,) = [column for column in shown.columns if column.header == unit]
     assert list(column.cells) == [str(counts.get(unit, 0))]
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    """Of ten columns headings were cut, and each size was in two lines."""
+    trainer: dict[str, Any] = {"step": 10_000, "loss": 2.3456, "metrics": {"accuracy": 1.0}}
+    status: dict[str, Any] = {"phase": "script awaited", "trainer": trainer, "counts": {"exchanges": 10_000}}
+    status |= {"consensus_distance": 1.0, "bytes_sent": 677_730}
+    console = Console(record=True, width=80)
+    console.print(table({"node-63": status}, "exchanges"))
+    heading, row = console.export_text().splitlines()
+    assert heading.split() == ["node", "phase", "step", "loss", "accuracy", "distance", "sent", "exchanges"]
+    assert " ".join(row.split()) == "node-63 script awaited 10000 2.3456 100.00% 100.00% 677.73 kB 10000"
 
 
 @pytest.mark.parametrize("text", ["1", "1@2", "3@0.5", "-1@0.5", "x@0.5", "1@x", "1@nan"])
@@ -120,6 +131,7 @@ def test_the_summary_says_what_was_saved_and_explains_what_was_used(
     lines = console.export_text().splitlines()
     assert f"           every-step fp32 gossip would send 1.00 kB: {traffic}" in lines
     assert f"went over  {way}" in lines
+    assert lines[2].endswith(" sent in 1 exchange and 1 model sent whole")
 
 
 def test_a_demo_looks_before_it_imports_what_takes_long() -> None:
