@@ -75,8 +75,11 @@ def follow(swarm: LocalSwarm, watch: Watch) -> Iterator[Statuses]:
         elif time.monotonic() - moved_at > STUCK_S:
             raise UserError(f"no node has made a step for {STUCK_S:.0f} s: {progress}")
         if watch.kill is not None and watch.killed_at_s is None and share(statuses) >= watch.kill.share:
-            swarm.kill(watch.kill.node)
-            watch.killed_at_s = watch.seconds
+            if any(not _through(status) for name, status in statuses.items() if name != watch.kill.node):
+                swarm.kill(watch.kill.node)
+                watch.killed_at_s = watch.seconds
+            else:
+                _fail(watch, f"{watch.kill.node} was not killed: the others were through already; take more --steps")
         yield statuses
         if statuses and finished(statuses) == len(statuses):
             return
@@ -141,7 +144,11 @@ def _fail(watch: Watch, text: str) -> None:
         watch.failures.append(text)
 
 
+def _through(status: dict[str, Any]) -> bool:
+    return status["phase"] in ("finishing", "finished")
+
+
 def _progress(status: dict[str, Any]) -> float:
-    if status["phase"] in ("finishing", "finished"):
+    if _through(status):
         return 1.0
     return float(status["trainer"]["metrics"].get("progress", 0.0)) if status["trainer"] else 0.0

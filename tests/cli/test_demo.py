@@ -16,7 +16,7 @@ from rich.console import Console
 from peerd.cli.demo.figures import counted_in, print_summary, table
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.picture import draw
-from peerd.cli.demo.run import Kill, Sample
+from peerd.cli.demo.run import Kill, Sample, Watch, follow
 from peerd.local.local_socket import request
 from peerd.transport.errors import UserError
 
@@ -101,6 +101,25 @@ def test_the_table_fits_eighty_columns() -> None:
     heading, row = console.export_text().splitlines()
     assert heading.split() == ["node", "phase", "step", "loss", "accuracy", "distance", "sent", "exchanges"]
     assert " ".join(row.split()) == "node-63 script awaited 10000 2.3456 100.00% 100.00% 677.73 kB 10000"
+
+
+def test_a_kill_that_comes_too_late_is_told() -> None:
+    """As after a late first look: the others stood still for 0.0 s, it was said, who had nothing left to do."""
+
+    class Ended(LocalSwarm):
+        def ended(self) -> dict[str, int]:
+            return {}
+
+        def status(self, name: str) -> dict[str, Any]:
+            return {"phase": "finished", "trainer": None}
+
+        def kill(self, name: str) -> None:
+            raise AssertionError(name)
+
+    watch = Watch(Kill.parse("1@0.5", peers=3))
+    assert len(list(follow(Ended(3, {}, []), watch))) == 1
+    assert watch.killed_at_s is None
+    assert watch.failures == ["node-1 was not killed: the others were through already; take more --steps"]
 
 
 @pytest.mark.parametrize("text", ["1", "1@2", "3@0.5", "-1@0.5", "x@0.5", "1@x", "1@nan"])
