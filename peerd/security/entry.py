@@ -156,8 +156,9 @@ def _of_own(folder: Path, key: NodeKey, by: str) -> Entry:
 def _let_in(told: Told, key: NodeKey, enrolment: Enrolment, by: str) -> Entry:
     trust = Trust(key, enrolment.chain, enrolment.authorities)
     issuer = None
-    if enrolment.issuer is not None:
-        issuer = Issuer(Authority(key, enrolment.issuer, enrolment.authorities[0]), TokenStore(told.state))
+    for root in enrolment.authorities:  # of two, where one is being replaced, it may be an issuer of the old one yet
+        if enrolment.issuer is not None and certificates.signed(enrolment.issuer, root):
+            issuer = Issuer(Authority(key, enrolment.issuer, root), TokenStore(told.state))
     return Entry(trust, issuer, by, None)
 
 

@@ -147,14 +147,15 @@ class Renewal:
         trust.renew(got.chain, trust.authorities)
         if here is not None and got.issuer is not None:  # what it issues from now on may end later
             here.authority.become(Authority(self._key, got.issuer, got.authorities[0]))
+        elif here is not None and self._is_issuer_yet:  # started again it may be made one of the new authority, too
+            both = (*got.authorities, here.authority.root)
+            got = replace(got, issuer=here.authority.certificate, authorities=both)
         LOGGER.info("the certificate is renewed until %s", wall_clock.shown(got.chain[0].not_valid_after_utc))
         self._unkept = got
         await self._keep()
 
     async def _keep(self) -> None:
         if self._unkept is None:
-            return
-        if self._unkept.issuer is None and self._is_issuer_yet:  # what is kept says so, by which it may be one again
             return
         try:
             await in_thread(partial(kept.write, self._state, self._unkept))

@@ -6,17 +6,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 
 from peerd.local.node_key import NodeKey
-from peerd.security import authority, authority_folder, kept, wall_clock
+from peerd.security import authority, authority_folder, kept, secrets_folder, wall_clock
 from peerd.security.authority import NODE_LIFE, Authority, request_of, succeed
 from peerd.security.certificates import check_chain, der
 from peerd.security.enrolment import Enrolment, granted
-from peerd.security.entry import Entry
+from peerd.security.entry import Entry, Told, entered
 from peerd.security.reception import Issuer, Reception
 from peerd.security.renewal import AGAIN_S, ALL_AT_ONCE_S, LOOK_EVERY_S, Renewal
 from peerd.security.secrets_folder import succession
@@ -306,8 +307,9 @@ async def test_an_issuer_becomes_one_of_the_authority_that_takes_the_old_ones_pl
             assert await it.renewal.renewed()
             assert it.renewal._outdated == (by is middle), "an issuer makes none, and the authority is asked on"
             assert not is_outdated(trust)
-            assert (kept.read(tmp_path, KEY) is None) == (by is middle), "so that after a restart it is an issuer yet"
-        again = kept.read(tmp_path, KEY)
+            again = kept.read(tmp_path, KEY)
+            assert again is not None
+            assert again.chain == trust.chain, "so that it is a member still when the old one has retired"
         assert again is not None
         assert again.authorities == (following.certificate,)
         assert it.entry.issuer is not None
@@ -348,19 +350,49 @@ async def test_an_issuer_that_never_meets_the_new_authority_is_a_member_under_it
         trust, known = it.entry.trust, succession([ROOT.certificate], said)
         trust.follow(known, DUE.timestamp())
         nursery.start_soon(it.renewal.run)
+        while kept.read(tmp_path, KEY) is None or it.renewal._unkept is not None:
+            await trio.sleep(1)
         await trio.sleep(LOOK_EVERY_S)
         assert len(it.asked) > LOOK_EVERY_S / (AGAIN_S + ALL_AT_ONCE_S) - 1, "for it may be made an issuer yet"
         assert Reception(trust, it.entry.issuer).by is None, "what it shows is of another authority than its tokens"
         assert trust.follow(known, (DUE + timedelta(days=2)).timestamp())
         it.renewal.look()
-        while (again := kept.read(tmp_path, KEY)) is None:
-            await trio.sleep(1)
+        await trio.sleep(AGAIN_S)
         asked = len(it.asked)
         check_chain(trust.chain, [following.certificate], DUE)
-        assert (again.chain, again.issuer) == (trust.chain, None)
         await trio.sleep(LOOK_EVERY_S)
         assert len(it.asked) == asked, "it is none any more"
         nursery.cancel_scope.cancel()
+
+
+async def test_an_issuer_that_is_off_just_as_the_old_authority_retires_is_a_member_after_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has met another issuer of the new one weeks before, and so been a member under it ever since."""
+    following = authority.generate(NOW)
+    said = [succeed(ROOT, following, NOW, DUE + timedelta(days=1))]
+    middle = Authority(ISSUER_KEY, following.make_issuer(request_of(ISSUER_KEY), NOW), following.certificate)
+    secrets_folder.write(tmp_path, secrets_folder.Kept(said))
+    async with node(tmp_path, issues=True) as it:
+        there = Trust(ISSUER_KEY, following.issue_own(ISSUER_KEY, DUE), [following.certificate])
+        there.follow(succession([following.certificate], said), DUE.timestamp())
+        it.reception = Reception(there, Issuer(middle, TokenStore(tmp_path)))
+        it.entry.trust.follow(succession([ROOT.certificate], said), DUE.timestamp())
+        assert it.entry.issuer is not None
+        before = it.entry.trust.chain, (ROOT.certificate,), it.entry.issuer.authority.certificate
+        kept.write(tmp_path, Enrolment(*before))
+        assert await it.renewal.renewed()
+        told = Told(tmp_path, tmp_path / "users", loopback=False, token=None, joins=True)
+        for days, may_be_made_one in ((0, True), (2, False)):
+            now = DUE + timedelta(days=days)
+            monkeypatch.setattr(wall_clock, "now", partial(DUE.__add__, timedelta(days=days)))
+            again = await entered(told, KEY, it.network.transport("10.0.0.9").dial)  # type: ignore[arg-type]
+            again.trust.follow(succession(again.trust.authorities, said), now.timestamp())
+            assert again.trust.chain == it.entry.trust.chain
+            assert again.issuer is not None
+            assert again.issuer.authority.root == ROOT.certificate
+            assert Reception(again.trust, again.issuer).by is None
+            assert Renewal(again, KEY, tmp_path, it.network.transport("10.0.0.9"), list)._outdated == may_be_made_one
 
 
 async def test_an_authority_that_cannot_be_read_when_it_was_replaced_ends_no_node(
