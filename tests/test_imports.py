@@ -243,7 +243,7 @@ OLD_WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(
         "peerd.training", "peerd.transport.messages.pairs", "peerd.transport.messages.one_way", "peerd.simulation",
         "peerd.process.host_memory", "peerd.daemon.verbs", "peerd.daemon.plan_follower",
         "peerd.reproduce.sockets.rank", "peerd.reproduce.controls.unpacked",
-        "peerd.cli.status", "peerd.cli.demo.figures",
+        "peerd.cli.status",
     ),
     "shard": (
         "peerd.training.parameter_server", "peerd.training.modes.parameter_server",
