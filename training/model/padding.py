@@ -21,8 +21,9 @@ def padding_of(model: nn.Module, pieces: Iterable[Piece]) -> list[tuple[int, int
     for layer in model.modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.padding_idx is not None:
             piece = shared.get(id(layer._parameters.get("weight")))  # `weight` may be computed, by a parametrization
-            if piece is not None:
-                rows, width = piece.held.shape
-                start = piece.start + layer.padding_idx % rows * width
+            # another weight may have been put there since, of another shape
+            if piece is not None and piece.held.dim() == 2 and 0 <= layer.padding_idx < len(piece.held):
+                width = piece.held.shape[1]
+                start = piece.start + layer.padding_idx * width
                 found.add((start, start + width))
     return sorted(found)

@@ -750,6 +750,22 @@ def test_reflections_that_no_codec_keeps_are_told(
     assert capsys.readouterr().err.count(told) == (map == "householder" and not exclude)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 3), (3, 3)])
+def test_an_embedding_whose_weight_has_no_row_of_padding_is_taken_as_it_is(path: Path, shape: tuple[int, ...]) -> None:
+    """A weight of three dimensions was refused, and of one with fewer rows another row was held at zeros."""
+
+    def script() -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, padding_idx=-1))
+        model[0].weight = nn.Parameter(torch.zeros(shape))
+        with peerd.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as swarm:
+            swarm.step()
+
+    model = with_daemon(path, script).side.runner.core.model
+    assert model is not None
+    model.add(np.ones(model.total, np.float32))
+    assert model.values().all()
+
+
 def test_a_buffer_that_is_another_ones_bytes_is_refused(path: Path) -> None:
     def script() -> None:
         model, optimizer = normed()
