@@ -4,6 +4,9 @@ from __future__ import annotations
 
 FLUSH_CODEC = "int4"  # an eighth of a difference's length is left after one exchange, a sixtieth after two
 FLUSH_TOLERANCE = 1e-2  # relative distance at which two models count as one
+FLUSH_REACH = 1.5
+"""Times the usual distance: what each peer may move a model by whose run has ended. With 1 honest partners of a liar
+end apart; with 2 one liar of eight took 5 to 8 points more of runs with few exchanges (RESULTS.md)."""
 WHILE_ONE_TRAINS = 3.0  # tolerances: its end moves all once more, and they agree then
 WINDOW = 32  # exchanges of a flush within which two that do not agree come closer, or never will
 PARTED_MAX = 32  # times that two agree and then do not: one that lies can say both in turn

@@ -9,9 +9,9 @@ late where fewer than two others were seen, less is taken the further it is. A p
 as its allowance covers; the rest waits at the receiver, and is taken later. So the sum of all masses stays as it is:
 what a limit holds back is late, not lost.
 
-No step fills an allowance once a run has ended. Models come together then: at once each peer may move this one by FLUSH
-times the usual distance, or a full allowance if that is more, and time fills allowances as fast as the run's own steps
-did, by STILL_LIMIT full ones at most, for what a slow member learns after the others have ended.
+No step fills an allowance once a run has ended. Models come together then: at once each peer may move this one by
+FLUSH_REACH times the usual distance, or a full allowance if that is more, and time fills allowances as fast as the
+run's own steps did, by STILL_LIMIT full ones at most, for what a slow member learns after the others have ended.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from statistics import median_low
 
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.effects import Vector
+from peerd.training.flush import FLUSH_REACH
 from peerd.transport.ids import NodeId
 
 LIMIT = 2.0
@@ -32,8 +34,6 @@ STILL_LIMIT = 16.0
 """Full allowances, in all, that each peer has after a run. All of them at once are a liar's way to ruin a short run.
 
 With 4, what a slow member learns after the others have ended is hardly taken; with 64, noise is (RESULTS.md)."""
-FLUSH = 1.5
-"""Times the usual distance: what each peer may move a model by at once when its run ends."""
 REACH_MIN = 1 / 64
 """Of the model's norm: the least reach, of a node that has made no step yet. A bfloat16 snapshot differs by less."""
 BUFFERS_MAX = 1 / 4
@@ -107,7 +107,7 @@ class Allowances:
         full = self._full(norm)
         self._to_fill = (STILL_LIMIT - 1) * full
         known = self._distances.values()
-        together = FLUSH * _low_median(known) if len(known) > 1 else math.inf
+        together = FLUSH_REACH * median_low(known) if len(known) > 1 else math.inf
         self._granted = min(together, STILL_LIMIT * full)
         self._left = dict.fromkeys(self._left, self._full(norm))
 
@@ -127,7 +127,7 @@ class Allowances:
         left = self._left[peer] = min(self._left.get(peer, full), most)
         others = [each for other, each in self._distances.items() if other != peer]
         self._distances[peer] = distance
-        usual = _low_median(others) if len(others) > 1 else self._reach(norm)
+        usual = median_low(others) if len(others) > 1 else self._reach(norm)
         return left * FAR * usual / distance if distance > FAR * usual else left
 
     def moved(self, peer: NodeId, by: float) -> None:
@@ -168,10 +168,6 @@ class Allowances:
     def _reach(self, norm: float) -> float:
         """How far others may be, as this node's own steps have it."""
         return max(self._path, self._stride, REACH_MIN * norm)
-
-
-def _low_median(distances: Collection[float]) -> float:
-    return sorted(distances)[(len(distances) - 1) // 2]
 
 
 def part_within(weight: float, part: float, distance: float, limit: float) -> float:

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Sliced, Vector
+from peerd.training.flush import FLUSH_REACH
 from peerd.training.kernels.passes import Stops, Sums, move_references, ranges_within, scale_by, squares_by
 from peerd.training.pairs.block_floats import BlockFloats
 from peerd.training.sample import evened, sample_of, stops_of
@@ -50,11 +51,8 @@ FAR = 4.0
 """Times the others' median distance: beyond it a peer counts less."""
 FULL = 2.0  # times what a worker of a centre may move it by, which it has at most when it comes late
 COMPARED_MIN = 3  # partners of which one can be told from the others
-FLUSH = 1.5
-"""Times the usual distance: what each peer may move a model whose run has ended. With 1 honest partners of a liar end
-apart; with 2 one liar of eight took 5 to 8 points more of runs with few exchanges (RESULTS.md)."""
 FLUSH_OF_FEW = 1.0
-"""The same where partners meet seldom: the usual is then as far as models have gone."""
+"""FLUSH_REACH where partners meet seldom: the usual is then as far as models have gone."""
 USUAL_WEIGHT = 0.25  # of the last distance
 PEERS_MAX = 4096  # that have an allowance
 _FLOAT32_MAX = np.finfo(np.float32).max
@@ -157,7 +155,7 @@ class Allowance:
 class PairAllowances:
     """What each peer may still move one node's model."""
 
-    _flush = FLUSH
+    _flush = FLUSH_REACH
 
     def __init__(self, layout: Layout) -> None:
         self._tensors = tensors_of(layout)

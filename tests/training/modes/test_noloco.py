@@ -13,10 +13,10 @@ from hypothesis.stateful import initialize, invariant
 from weather import NAMES, Connections, weather_settings
 
 from peerd.training.effects import Vector
+from peerd.training.flush import FLUSH_REACH
 from peerd.training.modes.noloco import ANSWERS_MAX, TRANSITIONS, NoLoCo, Stage, _Pair
 from peerd.training.one_way.allowance import BUFFERS_MAX, LIMIT, REACH_MIN
 from peerd.training.pairs.outer import ETA, MU
-from peerd.training.pairs.robust import FLUSH
 from peerd.transport.errors import PeerError
 from peerd.transport.messages import CentreIs, PairAnswer, PairHalf, PairInvite
 
@@ -132,7 +132,7 @@ def test_the_end_of_a_run_gives_a_liar_no_more_than_was_usual_between_the_others
         swarm.quiesce()
     for name in honest:
         moved = float(np.linalg.norm(swarm.nodes[name].x - before[name]))
-        assert moved < 4 * FLUSH * usual, f"{name} moved by {moved}, where {usual} is usual"
+        assert moved < 4 * FLUSH_REACH * usual, f"{name} moved by {moved}, where {usual} is usual"
 
 
 class Weather(Connections):

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from peerd.training.codecs.difference import norm_of_difference
 from peerd.training.codecs.vector import Layout
 from peerd.training.effects import Apply, Effect, Send, Vector
+from peerd.training.flush import FLUSH_REACH
 from peerd.training.modes import ModeSettings, parse_mode, push_sum, settings_of
 from peerd.training.modes.push_sum import WEIGHT_MAX
 from peerd.training.one_way import allowance, core
 from peerd.training.one_way.allowance import (
     BUFFERS_MAX,
     FAR,
-    FLUSH,
     LIMIT,
     REACH_MIN,
     STILL_LIMIT,
@@ -183,7 +183,7 @@ def test_when_a_run_ends_a_peer_may_move_a_model_by_what_brings_it_to_the_others
     """Each had sixteen full allowances at once: one liar of eight took a short run of gossip-pull to where it liked."""
     allowances = trained(seconds, path, {str(peer): distance for peer, distance in enumerate(distances)})
     full, usual = LIMIT * path, sorted(distances)[(len(distances) - 1) // 2]
-    at_once = max(full, min(FLUSH * usual, STILL_LIMIT * full))
+    at_once = max(full, min(FLUSH_REACH * usual, STILL_LIMIT * full))
     assert allowances.of("0", 0.0) == allowances.of("newcomer", 0.0) == pytest.approx(at_once)
     allowances.moved("0", at_once)
     assert allowances.of("0", 0.0) == 0.0

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from peerd.training.codecs import CODECS
 from peerd.training.codecs.vector import Gain, Layout
 from peerd.training.effects import Vector
-from peerd.training.flush import CLOSER
+from peerd.training.flush import CLOSER, FLUSH_REACH
 from peerd.training.pairs import graylist as graylists
 from peerd.training.pairs import robust
 from peerd.training.pairs.graylist import FAR_MAX, WEIGHT_MAX, Graylist
 from peerd.training.pairs.reference import PROGRESS_MIN, ExchangeHalf, PairedReference
 from peerd.training.pairs.robust import (
     FAR,
-    FLUSH,
     FULL,
     RATE,
     STEP_MIN,
@@ -368,7 +367,7 @@ def test_who_says_again_and_again_that_its_run_ends_moves_one_that_has_ended_twi
         allowances.peer_ended("z", "abcz")
         allowances.keep(others)
         allowances.keep(others | {"z"})
-    assert FLUSH < moved <= 2 * FLUSH + 1e-9
+    assert FLUSH_REACH < moved <= 2 * FLUSH_REACH + 1e-9
     allowances.begin_run()
     allowances.end_run("abcz")
     assert float(allowances.limits("z", "abcz")[0]) > 1.0
@@ -386,7 +385,7 @@ def test_who_stands_after_its_run_is_moved_again_by_each_run_that_most_others_en
                 assert not float(allowances.limits(peer, "abc")[0])
         for peer in "abc":
             limit = allowances.limits(peer, "abc")
-            assert float(limit[0]) == pytest.approx(FLUSH)
+            assert float(limit[0]) == pytest.approx(FLUSH_REACH)
             allowances.spent(peer, limit, np.array([1.0]))
 
 
