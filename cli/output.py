@@ -106,6 +106,11 @@ def size(count: float) -> str:
     raise AssertionError("the loop returns")
 
 
+def counted(many: int, units: str) -> str:
+    """As `1 exchange`, of `exchanges`."""
+    return f"{many} {units if many != 1 else units[:-1]}"
+
+
 def finite(value: Any) -> Any:
     """The same for JSON, which knows no NaN and no infinity."""
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from peerd.cli.misuse import FAILED_CODE
-from peerd.cli.output import NameOption, echo, mean_of, plain_table, print_json, print_table, size
+from peerd.cli.output import NameOption, counted, echo, mean_of, plain_table, print_json, print_table, size
 from peerd.local.local_socket import find_node, request, running_nodes, socket_path
 from peerd.transport.errors import UserError
 from peerd.transport.printable import printable
@@ -228,8 +228,7 @@ def _unit(answer: dict[str, Any]) -> str:
 
 def _counted(answer: dict[str, Any]) -> str:
     unit = _unit(answer)
-    many = answer["counts"].get(unit, 0)
-    return f"{many} {unit if many != 1 else unit[:-1]}"
+    return counted(answer["counts"].get(unit, 0), unit)
 
 
 def _links(answer: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from peerd.cli.demo.local_swarm import LocalSwarm
 from peerd.cli.demo.run import Statuses, Watch, finished, share, stalled_s, steps_made
-from peerd.cli.output import size
+from peerd.cli.output import counted, size
 from peerd.training.modes import exchanges, heeds
 from peerd.training.tasks import TASKS
 from peerd.transport.printable import printable
@@ -117,8 +117,8 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path | None
         f"[bold]{result['task']}[/bold]: {result['peers']} nodes, {result['steps']} steps, {result['seconds']:.1f} s\n"
         f"accuracy   {result['accuracy_averaged_model']:.2%} averaged model, {result['accuracy_mean']:.2%} mean, "
         f"{result['accuracy_worst']:.2%} worst node\n"
-        f"traffic    {size(result['bytes_sent_total'])} sent in {_counted(result[unit], unit)} and "
-        f"{_counted(result['snapshots'], 'models')} sent whole\n"
+        f"traffic    {size(result['bytes_sent_total'])} sent in {counted(result[unit], unit)} and "
+        f"{counted(result['snapshots'], 'models')} sent whole\n"
         f"           every-step fp32 gossip would send {size(result['bytes_every_step_fp32'])}: {_saved(result)}\n"
         f"went over  {', '.join(result['carriers']) or 'nothing'}{shm}\n"
         f"consensus  nodes are {result['consensus_distance']:.3%} from their mean"
@@ -129,10 +129,6 @@ def print_summary(console: Console, result: dict[str, Any], picture: Path | None
         console.print(f"killed     {result['killed']}; the others stood still for {result['stalled_s']:.1f} s at most")
     for failure in result["failures"]:
         console.print(f"[red]failure[/red]    {escape(printable(failure))}")
-
-
-def _counted(many: int, unit: str) -> str:
-    return f"{many} {unit if many != 1 else unit[:-1]}"
 
 
 def _saved(result: dict[str, Any]) -> str:
