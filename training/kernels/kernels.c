@@ -66,6 +66,9 @@ INLINE double squares_of(const float *block, int count)
 
 INLINE int smaller(int64_t left) { return left < BLOCK ? (int)left : BLOCK; }
 
+/* Of a whole block, as nearly all are, the compiler knows the length: its loops need no ends. */
+#define SIZED(function, size, ...) ((size) == BLOCK ? function(BLOCK, __VA_ARGS__) : function((size), __VA_ARGS__))
+
 INLINE void subtract(float *out, const float *values, const float *known, int count)
 {
     if (known)
@@ -183,7 +186,7 @@ INLINE void pack_signs(const float *apart, int size, uint32_t bits, float *arriv
 }
 
 /* The other way; `signs` has the eight sign bits of each byte. */
-INLINE void unpack_signs(const uint8_t *packed, const uint32_t *signs, int size, uint32_t bits, float *out)
+INLINE void unpack_signs(int size, const uint8_t *packed, const uint32_t *signs, uint32_t bits, float *out)
 {
     int i = 0;
     for (; i + 8 <= size; i += 8) {
@@ -199,20 +202,30 @@ INLINE void unpack_signs(const uint8_t *packed, const uint32_t *signs, int size,
     }
 }
 
+/* Encoders of a block return 1 where a value is not finite. */
+INLINE int sign_block(int size, const float *values, const float *known, uint16_t *scale, uint8_t *packed,
+                      float *decoded, double *sums)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    subtract(apart, values, known, size);
+    if (largest_of(apart, size) > LARGEST_FINITE)
+        return 1;
+    const uint32_t bits = bfloat16_of((float)(magnitudes_of(apart, size) / size));
+    *scale = (uint16_t)(bits >> 16);
+    pack_signs(apart, size, bits, arrives, packed);
+    account(apart, arrives, decoded, size, sums);
+    return 0;
+}
+
 EACH_PROCESSOR int peerd_sign_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
                                      uint8_t *packed, float *decoded, double *sums)
 {
-    float apart[BLOCK], arrives[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        subtract(apart, values + start, known ? known + start : 0, size);
-        if (largest_of(apart, size) > LARGEST_FINITE)
+        const int size = smaller(count - start);
+        if (SIZED(sign_block, size, values + start, known ? known + start : 0, scales++, packed,
+                  decoded ? decoded + start : 0, sums))
             return 1;
-        const uint32_t bits = bfloat16_of((float)(magnitudes_of(apart, size) / size));
-        *scales++ = (uint16_t)(bits >> 16);
-        pack_signs(apart, size, bits, arrives, packed);
         packed += BLOCK / 8;
-        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
     }
     return 0;
 }
@@ -225,7 +238,8 @@ EACH_PROCESSOR void peerd_sign_decode(const uint8_t *scales, const uint8_t *pack
         uint16_t half;
         memcpy(&half, scales, sizeof half); /* bodies lie at any byte */
         scales += sizeof half;
-        unpack_signs(packed, signs, smaller(count - start), (uint32_t)half << 16, out + start);
+        const int size = smaller(count - start);
+        SIZED(unpack_signs, size, packed, signs, (uint32_t)half << 16, out + start);
         packed += BLOCK / 8;
     }
 }
@@ -271,32 +285,45 @@ INLINE void set_magnitude(float *value, uint32_t magnitude)
     memcpy(value, &bits, sizeof bits);
 }
 
+INLINE int sign_largest_block(int size, const float *values, const float *known, Head *head, uint8_t *packed,
+                              float *decoded, double *sums)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    subtract(apart, values, known, size);
+    const uint32_t most = largest_of(apart, size);
+    if (most > LARGEST_FINITE)
+        return 1;
+    int where = BLOCK; /* the first of the largest, without a branch for each value */
+    for (int i = 0; i < size; i++) {
+        uint32_t bits;
+        memcpy(&bits, apart + i, sizeof bits);
+        const int place = (bits & MAGNITUDE) == most ? i : BLOCK;
+        where = place < where ? place : where;
+    }
+    float magnitude;
+    memcpy(&magnitude, &most, sizeof magnitude);
+    const uint32_t largest = bfloat16_of(magnitude);
+    const float kept = apart[where];
+    apart[where] = 0.0f; /* taken from the sum afterwards, it would leave its rounding in it */
+    const double mean = magnitudes_of(apart, size) / (size > 1 ? size - 1 : 1);
+    apart[where] = kept;
+    const uint8_t ratio = ratio_of(mean, largest);
+    *head = (Head){(uint16_t)(largest >> 16), (uint8_t)where, ratio};
+    pack_signs(apart, size, share_of(ratio, largest), arrives, packed);
+    set_magnitude(arrives + where, largest);
+    account(apart, arrives, decoded, size, sums);
+    return 0;
+}
+
 EACH_PROCESSOR int peerd_sign_largest_encode(const float *values, const float *known, int64_t count, Head *heads,
                                              uint8_t *packed, float *decoded, double *sums)
 {
-    float apart[BLOCK], arrives[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start), where = 0;
-        subtract(apart, values + start, known ? known + start : 0, size);
-        const uint32_t most = largest_of(apart, size);
-        if (most > LARGEST_FINITE)
+        const int size = smaller(count - start);
+        if (SIZED(sign_largest_block, size, values + start, known ? known + start : 0, heads++, packed,
+                  decoded ? decoded + start : 0, sums))
             return 1;
-        uint32_t bits;
-        for (; memcpy(&bits, apart + where, sizeof bits), (bits & MAGNITUDE) != most; where++)
-            ;
-        float magnitude;
-        memcpy(&magnitude, &most, sizeof magnitude);
-        const uint32_t largest = bfloat16_of(magnitude);
-        const float kept = apart[where];
-        apart[where] = 0.0f; /* taken from the sum afterwards, it would leave its rounding in it */
-        const double mean = magnitudes_of(apart, size) / (size > 1 ? size - 1 : 1);
-        apart[where] = kept;
-        const uint8_t ratio = ratio_of(mean, largest);
-        *heads++ = (Head){(uint16_t)(largest >> 16), (uint8_t)where, ratio};
-        pack_signs(apart, size, share_of(ratio, largest), arrives, packed);
         packed += BLOCK / 8;
-        set_magnitude(arrives + where, largest);
-        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
     }
     return 0;
 }
@@ -310,47 +337,68 @@ EACH_PROCESSOR void peerd_sign_largest_decode(const uint8_t *heads, const uint8_
         memcpy(&head, heads, sizeof head); /* bodies lie at any byte */
         heads += sizeof head;
         const uint32_t largest = (uint32_t)head.largest << 16;
-        unpack_signs(packed, signs, smaller(count - start), share_of(head.ratio, largest), out + start);
+        const int size = smaller(count - start);
+        SIZED(unpack_signs, size, packed, signs, share_of(head.ratio, largest), out + start);
         packed += BLOCK / 8;
         set_magnitude(out + start + head.where, largest);
     }
 }
 
-/* The nearest whole number within [-levels, levels], ties to even. */
+/* The nearest whole number within [-levels, levels], ties to even, in the lowest bits of what is returned. */
 INLINE float rounded(float quotient, float levels)
 {
     quotient = quotient < levels ? quotient : levels;
     quotient = quotient > -levels ? quotient : -levels;
-    return (quotient + ROUNDING) - ROUNDING;
+    return quotient + ROUNDING;
+}
+
+INLINE int int8_block(int size, const float *values, const float *known, float *scale_of, int8_t *multiples,
+                      float *decoded, double *sums, float smallest, float largest)
+{
+    float apart[BLOCK], arrives[BLOCK];
+    subtract(apart, values, known, size);
+    const uint32_t bits = largest_of(apart, size);
+    if (bits > LARGEST_FINITE)
+        return 1;
+    float most;
+    memcpy(&most, &bits, sizeof most);
+    float scale = most / LEVELS;
+    scale = scale < smallest ? smallest : scale > largest ? largest : scale;
+    for (int i = 0; i < size; i++) { /* where a scale was held within its range, a quotient may be beyond 127 */
+        const float multiple = rounded(apart[i] / scale, LEVELS) - ROUNDING;
+        multiples[i] = (int8_t)(int32_t)multiple;
+        arrives[i] = multiple;
+    }
+    if (most == 0.0f)
+        scale = 0.0f;
+    for (int i = 0; i < size; i++)
+        arrives[i] *= scale;
+    *scale_of = scale;
+    account(apart, arrives, decoded, size, sums);
+    return 0;
 }
 
 EACH_PROCESSOR int peerd_int8_encode(const float *values, const float *known, int64_t count, float *scales,
                                      int8_t *multiples, float *decoded, double *sums, float smallest, float largest)
 {
-    float apart[BLOCK], arrives[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        subtract(apart, values + start, known ? known + start : 0, size);
-        const uint32_t bits = largest_of(apart, size);
-        if (bits > LARGEST_FINITE)
+        const int size = smaller(count - start);
+        if (SIZED(int8_block, size, values + start, known ? known + start : 0, scales++, multiples + start,
+                  decoded ? decoded + start : 0, sums, smallest, largest))
             return 1;
-        float most;
-        memcpy(&most, &bits, sizeof most);
-        float scale = most / LEVELS;
-        scale = scale < smallest ? smallest : scale > largest ? largest : scale;
-        for (int i = 0; i < size; i++) { /* where a scale was held within its range, a quotient may be beyond 127 */
-            const float quotient = rounded(apart[i] / scale, LEVELS);
-            multiples[start + i] = (int8_t)(int32_t)quotient;
-            arrives[i] = quotient;
-        }
-        if (most == 0.0f)
-            scale = 0.0f;
-        for (int i = 0; i < size; i++)
-            arrives[i] *= scale;
-        *scales++ = scale;
-        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
     }
     return 0;
+}
+
+INLINE int from_int8(int size, const int8_t *multiples, float scale, float *out)
+{
+    int beyond = 0;
+    for (int i = 0; i < size; i++) {
+        const int32_t multiple = multiples[i];
+        beyond |= multiple == -128;
+        out[i] = (float)multiple * scale;
+    }
+    return beyond;
 }
 
 /* Returns 1 for a multiple of -128; `scales` have been checked. */
@@ -358,53 +406,70 @@ EACH_PROCESSOR int peerd_int8_decode(const uint8_t *scales, const int8_t *multip
 {
     int beyond = 0;
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
+        const int size = smaller(count - start);
         float scale;
         memcpy(&scale, scales, sizeof scale);
         scales += sizeof scale;
-        for (int i = 0; i < size; i++) {
-            int32_t multiple = multiples[start + i];
-            beyond |= multiple == -128;
-            out[start + i] = (float)multiple * scale;
-        }
+        beyond |= SIZED(from_int8, size, multiples + start, scale, out + start);
     }
     return beyond;
+}
+
+INLINE int int4_block(int size, const float *values, const float *known, uint16_t *half, uint8_t *packed,
+                      float *decoded, double *sums, float largest)
+{
+    float apart[BLOCK], arrives[BLOCK], multiples[BLOCK];
+    subtract(apart, values, known, size);
+    uint32_t bits = largest_of(apart, size);
+    if (bits > LARGEST_FINITE)
+        return 1;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    bits = bfloat16_of(scale / INT4_LEVELS);
+    memcpy(&scale, &bits, sizeof scale);
+    scale = scale > largest ? largest : scale;
+    memcpy(&bits, &scale, sizeof bits);
+    *half = (uint16_t)(bits >> 16);
+    const float unit = scale > 0.0f ? scale : __builtin_inff(); /* no digits are left */
+    for (int i = 0; i < size; i++) { /* where a scale lost digits, a quotient may be beyond 7 */
+        multiples[i] = rounded(apart[i] / unit, INT4_LEVELS);
+        arrives[i] = (multiples[i] - ROUNDING) * scale;
+    }
+    memset(multiples + size, 0, sizeof *multiples * (size_t)(BLOCK - size));
+    for (int i = 0; 2 * i < size; i++) {
+        uint64_t pair;
+        memcpy(&pair, multiples + 2 * i, sizeof pair);
+        packed[i] = (uint8_t)((pair & 15) | (pair >> 28 & 240));
+    }
+    account(apart, arrives, decoded, size, sums);
+    return 0;
 }
 
 EACH_PROCESSOR int peerd_int4_encode(const float *values, const float *known, int64_t count, uint16_t *scales,
                                      uint8_t *packed, float *decoded, double *sums, float largest)
 {
-    float apart[BLOCK], arrives[BLOCK];
-    uint8_t nibbles[BLOCK];
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        subtract(apart, values + start, known ? known + start : 0, size);
-        uint32_t bits = largest_of(apart, size);
-        if (bits > LARGEST_FINITE)
+        const int size = smaller(count - start);
+        if (SIZED(int4_block, size, values + start, known ? known + start : 0, scales++, packed,
+                  decoded ? decoded + start : 0, sums, largest))
             return 1;
-        float scale;
-        memcpy(&scale, &bits, sizeof scale);
-        bits = bfloat16_of(scale / INT4_LEVELS);
-        memcpy(&scale, &bits, sizeof scale);
-        scale = scale > largest ? largest : scale;
-        memcpy(&bits, &scale, sizeof bits);
-        *scales++ = (uint16_t)(bits >> 16);
-        const float unit = scale > 0.0f ? scale : __builtin_inff(); /* no digits are left */
-        for (int i = 0; i < size; i++) { /* where a scale lost digits, a quotient may be beyond 7 */
-            const float quotient = rounded(apart[i] / unit, INT4_LEVELS);
-            nibbles[i] = (uint8_t)((int32_t)quotient & 15);
-            arrives[i] = quotient * scale;
-        }
-        memset(nibbles + size, 0, (size_t)(BLOCK - size));
-        for (int i = 0; 2 * i < size; i++) {
-            uint16_t pair;
-            memcpy(&pair, nibbles + 2 * i, sizeof pair);
-            packed[i] = (uint8_t)(pair | pair >> 4);
-        }
         packed += BLOCK / 2;
-        account(apart, arrives, decoded ? decoded + start : 0, size, sums);
     }
     return 0;
+}
+
+INLINE int from_int4(int size, const uint8_t *packed, float scale, float *out)
+{
+    uint8_t nibbles[BLOCK];
+    int beyond = 0;
+    for (int i = 0; 2 * i < size; i++) {
+        const uint16_t pair = (uint16_t)((packed[i] & 15) | packed[i] >> 4 << 8);
+        memcpy(nibbles + 2 * i, &pair, sizeof pair);
+        beyond |= (packed[i] & 15) == 8 || packed[i] >> 4 == 8;
+    }
+    for (int i = 0; i < size; i++)
+        out[i] = (float)((nibbles[i] ^ 8) - 8) * scale;
+    return beyond;
 }
 
 /* Returns 1 for a multiple of -8; `scales` have been checked. */
@@ -412,24 +477,31 @@ EACH_PROCESSOR int peerd_int4_decode(const uint8_t *scales, const uint8_t *packe
 {
     int beyond = 0;
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        uint8_t nibbles[BLOCK];
+        const int size = smaller(count - start);
         uint16_t half;
         memcpy(&half, scales, sizeof half); /* bodies lie at any byte */
         scales += sizeof half;
         const uint32_t bits = (uint32_t)half << 16;
         float scale;
         memcpy(&scale, &bits, sizeof scale);
-        for (int i = 0; 2 * i < size; i++) {
-            const uint16_t pair = (uint16_t)((packed[i] & 15) | packed[i] >> 4 << 8);
-            memcpy(nibbles + 2 * i, &pair, sizeof pair);
-            beyond |= (packed[i] & 15) == 8 || packed[i] >> 4 == 8;
-        }
+        beyond |= SIZED(from_int4, size, packed, scale, out + start);
         packed += BLOCK / 2;
-        for (int i = 0; i < size; i++)
-            out[start + i] = (float)((nibbles[i] ^ 8) - 8) * scale;
     }
     return beyond;
+}
+
+/* Which of a block's differences are `threshold` or more, as bits of magnitudes; returns 1 where one is not finite. */
+INLINE int compare(int size, const float *values, const float *known, uint32_t threshold, float *apart,
+                   uint8_t *enough)
+{
+    subtract(apart, values, known, size);
+    for (int i = 0; i < size; i++) {
+        uint32_t bits;
+        memcpy(&bits, apart + i, sizeof bits);
+        enough[i] = (bits & MAGNITUDE) >= threshold;
+    }
+    memset(enough + size, 0, (size_t)(BLOCK - size));
+    return largest_of(apart, size) > LARGEST_FINITE;
 }
 
 /* Where |values - known| is `least` or more, in order, and these differences: `where` and `large` have room for all.
@@ -444,16 +516,9 @@ EACH_PROCESSOR int64_t peerd_at_least(const float *values, const float *known, i
     memcpy(&threshold, &least, sizeof threshold);
     double total = 0.0;
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        subtract(apart, values + start, known ? known + start : 0, size);
-        if (largest_of(apart, size) > LARGEST_FINITE)
+        const int size = smaller(count - start);
+        if (SIZED(compare, size, values + start, known ? known + start : 0, threshold, apart, enough))
             return -1;
-        for (int i = 0; i < size; i++) {
-            uint32_t bits;
-            memcpy(&bits, apart + i, sizeof bits);
-            enough[i] = (bits & MAGNITUDE) >= threshold;
-        }
-        memset(enough + size, 0, (size_t)(BLOCK - size));
         for (int first = 0; first < size; first += 64) {
             uint64_t set = 0; /* the first value's bit is the lowest: a branch for each 64 values, and for each found */
             for (int byte = 0; byte < 8; byte++) {
@@ -486,6 +551,17 @@ EACH_PROCESSOR int peerd_add_within(const float *values, const float *known, int
     return beyond;
 }
 
+INLINE double move(int size, float *mine, const float *outgoing, float *theirs, float *next)
+{
+    for (int i = 0; i < size; i++) {
+        const float moved = mine[i] + outgoing[i], came = next[i];
+        mine[i] = moved;
+        theirs[i] = came;
+        next[i] = came - moved;
+    }
+    return squares_of(next, size);
+}
+
 /* mine += outgoing; theirs = next; next -= mine. `squares` gets those of `next` as it is then, as peerd_squares. */
 EACH_PROCESSOR void peerd_move_references(float *mine, const float *outgoing, float *theirs, float *next,
                                           const int64_t *stops, int64_t ranges, double *squares)
@@ -494,16 +570,8 @@ EACH_PROCESSOR void peerd_move_references(float *mine, const float *outgoing, fl
     for (int64_t range = 0; range < ranges; range++) {
         double total = 0.0;
         for (; start < stops[range]; start += BLOCK) {
-            int size = smaller(stops[range] - start);
-            float *m = mine + start, *t = theirs + start, *n = next + start;
-            const float *o = outgoing + start;
-            for (int i = 0; i < size; i++) {
-                float moved = m[i] + o[i], came = n[i];
-                m[i] = moved;
-                t[i] = came;
-                n[i] = came - moved;
-            }
-            total += squares_of(n, size);
+            const int size = smaller(stops[range] - start);
+            total += SIZED(move, size, mine + start, outgoing + start, theirs + start, next + start);
         }
         start = stops[range];
         squares[range] = total;
@@ -522,19 +590,24 @@ EACH_PROCESSOR void peerd_add(const float *values, const float *correction, floa
     }
 }
 
+INLINE void mean_block(int size, float *gradient, const float *summed, float members, double *totals)
+{
+    float mean[BLOCK], apart[BLOCK];
+    for (int i = 0; i < size; i++)
+        mean[i] = summed[i] / members;
+    for (int i = 0; i < size; i++)
+        apart[i] = gradient[i] - mean[i];
+    memcpy(gradient, mean, size * sizeof *mean);
+    totals[0] += squares_of(mean, size);
+    totals[1] += squares_of(apart, size);
+}
+
 /* mean = summed / members, into gradient. Adds to totals: the squares of the mean, and of what gradient was, less it. */
 EACH_PROCESSOR void peerd_mean(float *gradient, const float *summed, int64_t count, float members, double *totals)
 {
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int size = smaller(count - start);
-        float mean[BLOCK], apart[BLOCK];
-        for (int i = 0; i < size; i++)
-            mean[i] = summed[start + i] / members;
-        for (int i = 0; i < size; i++)
-            apart[i] = gradient[start + i] - mean[i];
-        memcpy(gradient + start, mean, size * sizeof *mean);
-        totals[0] += squares_of(mean, size);
-        totals[1] += squares_of(apart, size);
+        const int size = smaller(count - start);
+        SIZED(mean_block, size, gradient + start, summed + start, members, totals);
     }
 }
 
@@ -548,7 +621,7 @@ INLINE float power_of_two(uint32_t biased)
 
 /* Whole multiples of a power of two, one for each block: exponents are those of the block's largest value, as float32
  * stores them, 15 at least; the unit is 2^-15 of the next power. See pairs/block_floats.py. */
-INLINE uint8_t pack_block(const float *values, int size, int16_t *multiples)
+INLINE uint8_t pack_block(int size, const float *values, int16_t *multiples)
 {
     uint32_t exponent = largest_of(values, size) >> 23;
     exponent = exponent < 15 ? 15 : exponent;
@@ -565,7 +638,7 @@ INLINE uint8_t pack_block(const float *values, int size, int16_t *multiples)
     return (uint8_t)exponent;
 }
 
-INLINE void unpack_block(const int16_t *multiples, uint8_t exponent, int size, float *values)
+INLINE void unpack_block(int size, const int16_t *multiples, uint8_t exponent, float *values)
 {
     const float unit = power_of_two(exponent - 14u);
     for (int i = 0; i < size; i++)
@@ -574,25 +647,29 @@ INLINE void unpack_block(const int16_t *multiples, uint8_t exponent, int size, f
 
 EACH_PROCESSOR void peerd_blocks_pack(const float *values, int64_t count, int16_t *multiples, uint8_t *exponents)
 {
-    for (int64_t start = 0; start < count; start += BLOCK)
-        exponents[start / BLOCK] = pack_block(values + start, smaller(count - start), multiples + start);
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int size = smaller(count - start);
+        *exponents++ = SIZED(pack_block, size, values + start, multiples + start);
+    }
 }
 
 EACH_PROCESSOR void peerd_blocks_unpack(const int16_t *multiples, const uint8_t *exponents, int64_t count, float *out)
 {
-    for (int64_t start = 0; start < count; start += BLOCK)
-        unpack_block(multiples + start, exponents[start / BLOCK], smaller(count - start), out + start);
+    for (int64_t start = 0; start < count; start += BLOCK) {
+        const int size = smaller(count - start);
+        SIZED(unpack_block, size, multiples + start, *exponents++, out + start);
+    }
 }
 
-INLINE void move_block(int16_t *mine, uint8_t *of_mine, const float *outgoing, int16_t *theirs, uint8_t *of_theirs,
-                       float *next, int size)
+INLINE void move_block(int size, int16_t *mine, uint8_t *of_mine, const float *outgoing, int16_t *theirs,
+                       uint8_t *of_theirs, float *next)
 {
     float moved[BLOCK];
-    unpack_block(mine, *of_mine, size, moved);
+    unpack_block(size, mine, *of_mine, moved);
     for (int i = 0; i < size; i++)
         moved[i] += outgoing[i];
-    *of_mine = pack_block(moved, size, mine);
-    *of_theirs = pack_block(next, size, theirs);
+    *of_mine = pack_block(size, moved, mine);
+    *of_theirs = pack_block(size, next, theirs);
     for (int i = 0; i < size; i++)
         next[i] -= moved[i];
 }
@@ -602,13 +679,8 @@ EACH_PROCESSOR void peerd_blocks_move(int16_t *mine, uint8_t *of_mine, const flo
                                       uint8_t *of_theirs, float *next, int64_t count)
 {
     for (int64_t start = 0; start < count; start += BLOCK) {
-        int64_t block = start / BLOCK;
-        if (count - start >= BLOCK) /* whose length the compiler knows */
-            move_block(mine + start, of_mine + block, outgoing + start, theirs + start, of_theirs + block, next + start,
-                       BLOCK);
-        else
-            move_block(mine + start, of_mine + block, outgoing + start, theirs + start, of_theirs + block, next + start,
-                       (int)(count - start));
+        const int size = smaller(count - start);
+        SIZED(move_block, size, mine + start, of_mine++, outgoing + start, theirs + start, of_theirs++, next + start);
     }
 }
 
