@@ -150,6 +150,8 @@ def run() -> None:
     except BrokenPipeError:
         sys.exit(FAILED_CODE)
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # of getcwd(2) alone
+            _fail("the folder that you are in is gone: go to another one (cd)")
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds of it

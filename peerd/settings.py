@@ -339,11 +339,12 @@ def _is_ipv6(text: str) -> bool:
 def _from_file(file: Path) -> dict[str, Any]:
     text = ""
     try:
-        with file.open(encoding="utf-8") as opened:
+        with file.open(encoding="utf-8-sig") as opened:  # some editors begin a file with a byte order mark
             text = opened.read(FILE_CHARACTERS_MAX + 1)
         if len(text) > FILE_CHARACTERS_MAX:
             raise UserError(f"config {file}: more than {FILE_CHARACTERS_MAX} characters are no settings")
         table = tomllib.loads(text)
+        repr(table)  # a hexadecimal number that is read may be too long for a message that names it
     except OSError as error:
         raise UserError(f"config {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not TOML's own alone: Python reads no whole number of 4,301 digits

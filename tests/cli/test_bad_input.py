@@ -213,12 +213,23 @@ def test_a_demo_without_its_data_starts_no_node(
         ('mode = "gossip"\n\nview 3 # "', "(at line 3, column 6): view 3 # "),
         ("view = 3\nview = 4", "Cannot overwrite a value"),
         (f"view = {'9' * 5000}", "config "),
+        (f"view = 0x{'9' * 5000}", "config "),
+        ("\ufeffview = 0", "view"),
         (f"checkpoint_every_s = {'9' * 400}", "checkpoint_every_s must be a number, not 9999"),
         (r'mode = "a\u0000.py:Mine"', r"--mode a\x00.py:Mine: there is no file a\x00.py"),
     ],
 )
 def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, expected: str) -> None:
     terminal.refuses(expected, *START, "--config", str(machine.script("peerd.toml", text)))
+
+
+def test_a_working_folder_that_is_gone(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for verb, folders in (("demo", {}), ("status", {"XDG_RUNTIME_DIR": "here"}), ("start", {"XDG_STATE_HOME": "here"})):
+        terminal.refuses("the folder that you are in is gone: go to another one (cd)", verb, **folders)
 
 
 @pytest.mark.parametrize(
