@@ -320,7 +320,8 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     if math.isfinite(result.get("consensus_distance", math.nan)):
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "liars" in result:
-        rows["liars"] = ", ".join(map(str, result["liars"])) + "; all models below are the others'"
+        nodes = "nodes" if len(result["liars"]) > 1 else "node"
+        rows["liars"] = f"{nodes} {', '.join(map(str, result['liars']))}; all models below are the others'"
     if "accuracy" in result:
         rows["accuracy"] = f"{result['accuracy']:.2%}, averaged model"
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"
