@@ -203,7 +203,9 @@ class MembershipService:
             self._tell_of_kinds(member)
             self._tell_of_namesake(member)
         who = f"{member.name} ({shown((member.host, member.port))})"
-        if before is not None and before < State.FAILED == member.state:
+        if self.membership.is_revoked(id):
+            pass  # who was told that it is out for ever
+        elif before is not None and before < State.FAILED == member.state:
             heard_at = self._heard_at.get(id)
             ago = None if heard_at is None else f"last heard from it {trio.current_time() - heard_at:.0f} s ago"
             LOGGER.warning("%s failed: this node %s", who, ago or "has never heard from it")
@@ -334,8 +336,9 @@ class MembershipService:
             return
         there = [one for one in self.membership.members.values() if (one.host, one.port) == address]
         resident = min(there, key=lambda one: one.state, default=None)  # rather who lives there than who did
-        has_left = resident is not None and resident.state == State.LEFT and not isinstance(failure, Refused)
-        if self._said.get(address) != str(failure) and not has_left:  # nobody need answer where who was there has left
+        is_out = resident is not None and (resident.state == State.LEFT or self.membership.is_revoked(resident.id))
+        awaited = isinstance(failure, Refused) or not is_out  # nobody need answer where who was there is out
+        if self._said.get(address) != str(failure) and awaited:
             if len(self._said) >= SAID_MAX:  # addresses come and go with ports that the kernel picks
                 self._said.clear()
             self._said[address] = str(failure)

@@ -159,7 +159,7 @@ class Verbs:
         node = self._node
         model, mode, members = node.model, node.model.mode, node.members()
         membership, links = node.view.membership, mode.links() if mode else []
-        states = [member.state for member in self._who_came().values()]
+        states = [self._state_of(member) for member in self._who_came().values()]
         names = {id: member.name for id, member in members.items()}
         left = {id for id, member in members.items() if member.state is State.LEFT}  # a round's members, until the next
         counts = {
@@ -176,7 +176,7 @@ class Verbs:
             "name": node.me.name,
             "phase": model.status.phase if model.status else "script awaited" if model.meta.expects else "no trainer",
             "uptime_s": trio.current_time() - node.began,
-            "members": {state.name.lower(): states.count(state) for state in State},
+            "members": {state: states.count(state) for state in (*(state.name.lower() for state in State), "revoked")},
             "joining": [shown(seed) for seed in node.settings.seeds] if len(states) == 1 else [],
             "no_steps": sorted(
                 member.name

@@ -243,6 +243,10 @@ class Membership:
             self._forget(id)
         return self._ask_wake(now, effects)
 
+    def is_revoked(self, id: NodeId) -> bool:
+        """Whether it is out for ever."""
+        return id in self._roster.revoked
+
     def spread(self, now: float) -> list[MembershipEffect]:
         """Something that goes beside tables is new here: exchange some soon, as everybody does to whom it comes."""
         effects = self._notice_stall(now)

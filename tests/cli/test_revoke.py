@@ -33,7 +33,7 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     for node in (a, b, c):
         node.sees(a="alive", b="alive", c="alive")
         node.eventually(lambda node=node: counts(node)["datagram_key_number"] == 1)  # type: ignore[misc]
-    node_id = str(c.ask("info")["id"])
+    node_id, where = str(c.ask("info")["id"]), c.address
 
     ran = machine.peerd("revoke", "c", "--name", "a", "--format", "json")
     assert ran.returncode == 0, ran.stderr
@@ -41,6 +41,7 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     for node in (a, b):
         node.sees(a="alive", b="alive", c="revoked")
         node.says("was revoked: it is out for ever")
+        assert node.ask("status")["members"] == {"alive": 2, "suspect": 0, "failed": 0, "left": 0, "revoked": 1}
         node.eventually(lambda node=node: counts(node)["datagram_key_number"] == 2)  # type: ignore[misc]
         node.eventually(lambda node=node: kept_private(machine, node))  # type: ignore[misc]
         node.trains(beyond=node.step)
@@ -56,6 +57,8 @@ def test_a_node_is_put_out_and_the_others_go_on(machine: Machine) -> None:
     assert "Traceback" not in machine.logs()
     for node in (a, b):
         node.says("its certificate is revoked")
+        assert f"{where}) failed" not in node.log
+        assert "trying again" not in node.log, "nobody waits for who is out"
         assert node.members()["c"] == "revoked"
         assert counts(node)["snapshots_given"] == before[node.name], "it gets no model"
         assert counts(node)["unforeseen_errors"] == 0

@@ -46,7 +46,11 @@ class Core:
         self.members: dict[str, Member] = {}
         self.asked: set[Address] = set()
         self.unreachable: list[Address] = []
+        self.revoked: set[str] = set()
         self.heard = 0
+
+    def is_revoked(self, id: str) -> bool:
+        return id in self.revoked
 
     def on_unreachable(self, where: Address, now: float) -> list[MembershipEffect]:
         self.unreachable.append(where)
@@ -161,6 +165,19 @@ async def test_that_nobody_answers_where_a_member_has_left_is_no_news(caplog: py
             await trio.sleep(2 * DIAL_S)
             assert len(shell.core.unreachable) == 1 + said
             assert len(caplog.records) == said
+
+
+async def test_who_is_revoked_is_told_neither_as_failed_nor_as_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:
+    async with running() as shell:
+        shell.core.me = a_member("me", State.ALIVE, 1)
+        for state in (State.ALIVE, State.FAILED):
+            shell.core.members["c"] = a_member("c", state, 1)
+            shell.core.revoked = {"c"} if state == State.FAILED else set()
+            await shell.service.perform([MemberChanged("c")])
+        await shell.service.perform([PushPull(SUSPECT)])
+        await trio.sleep(2 * DIAL_S)
+        assert shell.core.unreachable == [SUSPECT]
+        assert not caplog.records
 
 
 async def test_who_joins_is_told_not_who_was_there_before_this_node(caplog: pytest.LogCaptureFixture) -> None:
