@@ -48,8 +48,8 @@ SHELLS = {f"peerd.daemon.{name}" for name in (
     "entry", "newcomer", "reception", "renewal", "secrets_exchange", "shared_secrets",
 )} | {
     "peerd.relay.guest", "peerd.relay.lease", "peerd.relay.lender", "peerd.relay.lossy_socket", "peerd.relay.streams",
-    "peerd.doctor", "peerd.process.look_up", "peerd.process.own_address", "peerd.process.threads",
-    "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer",
+    "peerd.doctor", "peerd.process.descriptors", "peerd.process.look_up", "peerd.process.own_address",
+    "peerd.process.threads", "peerd.reproduce.sockets.rank", "peerd.reproduce.sockets.without_trainer",
 }  # fmt: skip
 SHELL_PACKAGES = ("peerd.carriers", "peerd.transport", "peerd.cli")
 ROOMS = {  # each with the rooms that it may look into; from the roof to the cellar

@@ -6,6 +6,7 @@ The socket is private to the user (0600, and the peer's uid is checked), for who
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -151,8 +152,11 @@ def _listen(path: Path) -> trio.socket.SocketType:
         listener.listen(64)
     except OSError as error:
         listener.close()
-        is_too_long = error.errno is None  # Python's own word: the kernel was not asked
-        cure = f"set XDG_RUNTIME_DIR to {'a shorter folder' if is_too_long else 'a folder that you may write to'}"
+        cure = "set XDG_RUNTIME_DIR to a folder that you may write to"
+        if error.errno is None:  # Python's own word, of a path that is too long: the kernel was not asked
+            cure = "set XDG_RUNTIME_DIR to a shorter folder"
+        elif error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = "let it open more files (ulimit -n)"
         raise UserError(f"control socket {path}: {error.strerror or error}; {cure}") from None
     except UserError:
         listener.close()

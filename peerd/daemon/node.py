@@ -27,6 +27,7 @@ from peerd.local.signing import NodeSigning
 from peerd.membership.core import LAN, WAN, Membership
 from peerd.node.acquaintances import Acquaintances
 from peerd.node.meta import FOUNDS, NodeMeta, partners
+from peerd.process.descriptors import watch_descriptors
 from peerd.process.logs import LOGGER
 from peerd.process.look_up import LookUps
 from peerd.process.own_address import OwnAddress, is_elsewhere
@@ -177,6 +178,7 @@ class Daemon:
         self.nursery.start_soon(self.view.run)
         self.nursery.start_soon(self.latency.run)
         self.nursery.start_soon(self.own_address.run)
+        self.nursery.start_soon(watch_descriptors)
         if self.acquaintances.sealed:
             self.nursery.start_soon(self.meetings.run)
         if self.renewal is not None:

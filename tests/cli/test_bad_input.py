@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -221,6 +222,14 @@ def test_a_demo_without_its_data_starts_no_node(
 )
 def test_wrong_configuration(machine: Machine, terminal: Terminal, text: str, expected: str) -> None:
     terminal.refuses(expected, *START, "--config", str(machine.script("peerd.toml", text)))
+
+
+def test_no_descriptor_for_the_control_socket(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("peerd.daemon.control._bind", exhausted)
+    terminal.refuses("Too many open files; let it open more files (ulimit -n)", *START)
 
 
 def test_a_working_folder_that_is_gone(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
