@@ -47,20 +47,33 @@ def at(folder: Path, now: datetime) -> Authority:
 def load(folder: Path, now: datetime) -> Authority | None:
     """The one kept there; None where none was made, or not to the end. Raises UserError."""
     cure = f"restore {folder} from a backup, or remove it: then all nodes that it let in need a new token"
-    path = folder / _CERTIFICATE
-    key, following = (node_key.read(folder / name, "the authority's key", cure) for name in (_KEY, _NEXT_KEY))
-    if key is None or not os.path.lexists(path):
+    kept = _kept(folder, cure)
+    if kept is not None and not _belong_together(*kept):
+        kept = _kept(folder, cure)  # another node of this user may have replaced it between two of the files
+    if kept is None:
         return None
-    certificate, *_ = _certificates(path, cure)
-    if following is not None and certificates.public_key(certificate) == following.public:
-        key = following  # a crash came before it was given its name
-    if not certificates.is_authority(certificate) or certificates.public_key(certificate) != key.public:
-        raise UserError(f"the authority's certificate {path} is damaged; {cure}")
+    if not _belong_together(*kept):
+        raise UserError(f"the authority's certificate {folder / _CERTIFICATE} is damaged; {cure}")
+    key, certificate = kept
     try:
         certificates.check_time(certificate, now)
     except Untrusted as error:
         raise UserError(f"the authority's certificate in {folder} is {error}; set this machine's clock") from None
     return Authority(key, certificate, certificate)
+
+
+def _kept(folder: Path, cure: str) -> tuple[NodeKey, x509.Certificate] | None:
+    key, following = (node_key.read(folder / name, "the authority's key", cure) for name in (_KEY, _NEXT_KEY))
+    if key is None or not os.path.lexists(folder / _CERTIFICATE):
+        return None
+    certificate, *_ = _certificates(folder / _CERTIFICATE, cure)
+    if following is not None and _belong_together(following, certificate):
+        key = following  # a crash came before it was given its name
+    return key, certificate
+
+
+def _belong_together(key: NodeKey, certificate: x509.Certificate) -> bool:
+    return certificates.is_authority(certificate) and certificates.public_key(certificate) == key.public
 
 
 def _make(folder: Path, now: datetime) -> Authority:

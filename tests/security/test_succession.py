@@ -12,11 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 from test_certificates import shake
 
-from peerd.local import durable
+from peerd.local import durable, node_key
 from peerd.local.node_key import NodeKey
 from peerd.security import authority, authority_folder, wall_clock
 from peerd.security.authority import Authority, read_successor, request_of, succeed
@@ -267,6 +268,38 @@ def test_a_crash_leaves_the_old_authority_or_the_new_one(
     assert authority_folder.at(tmp_path, NOW).certificate == kept.certificate, "a second crash loses no key"
     again, _ = authority_folder.rotate(tmp_path, NOW, UNTIL, kept.certificate)
     assert authority_folder.at(tmp_path, NOW).certificate == again.certificate
+
+
+@pytest.mark.parametrize("before", ["key.pem", "next-key.pem", "certificate.pem"])
+def test_an_authority_that_another_node_replaces_while_it_is_read_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """The advice would be to remove the folder, and with it the only key."""
+    first = authority_folder.at(tmp_path, NOW)
+    replaced: list[Authority] = []
+
+    def rotate_before(path: Path) -> None:
+        if path.name == before and not replaced:
+            replaced.append(first)
+            replaced[:] = [authority_folder.rotate(tmp_path, NOW, UNTIL, first.certificate)[0]]
+
+    read_key, read_certificates = node_key.read, authority_folder._certificates
+
+    def key(path: Path, *told: str) -> NodeKey | None:
+        rotate_before(path)
+        return read_key(path, *told)
+
+    def of_file(path: Path, cure: str) -> list[x509.Certificate]:
+        rotate_before(path)
+        return read_certificates(path, cure)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node_key, "read", key)
+        patch.setattr(authority_folder, "_certificates", of_file)
+        found = authority_folder.load(tmp_path, NOW)
+    assert found is not None
+    assert found.certificate == replaced[0].certificate
+    assert found.key.id == replaced[0].key.id
 
 
 def test_a_disk_that_is_full_once_the_authority_is_another_undoes_nothing(
