@@ -440,7 +440,8 @@ def read_newest(folder: Path, signature: str, warn: Callable[[str], None]) -> Ge
             warn(f"checkpoint {path} refused: {error}; {then}")
     if others:
         which = others[0] if len(others) == 1 else f"{others[0]} and {len(others) - 1} more"
-        warn(f"checkpoints in {folder} that were written for another model are not read: {which}")
+        goes = "they go once this one's have come to their steps, so move them if you want them"
+        warn(f"checkpoints in {folder} that were written for another model are not read: {which}; {goes}")
     return found
 
 
