@@ -88,6 +88,9 @@ def reproduce(
     if format is Format.JSON:
         print_json(said)
     else:
+        if size is not Size.FULL:
+            flag = "--tiny" if tiny else "--quick"
+            console.print(f"by {flag} runs are short and seeds few: these verdicts say little of the papers' claims")
         console.print(f"{report} and {report.with_suffix('.json')} have the figures", markup=False)
 
 
