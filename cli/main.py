@@ -150,7 +150,7 @@ def run() -> None:
     except BrokenPipeError:
         sys.exit(FAILED_CODE)
     except OSError as error:
-        if error.errno == errno.ENOENT and error.filename is None:  # of getcwd(2) alone
+        if error.errno == errno.ENOENT and _is_nowhere():
             _fail("the folder that you are in is gone: go to another one (cd)")
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
@@ -162,6 +162,14 @@ def run() -> None:
         if (told := told_of_own(error)) is None:
             raise
         _fail(told)
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _open_what_is_closed() -> None:
