@@ -49,7 +49,8 @@ def status(
                         (of gradients: of this node's from their mean)
     GAIN                the share of it that a correction takes away: at most 0.5,
                         or all, 1, where the other end serves the parameters
-    CODEC               of the next exchange with that partner
+    CODEC               of the next exchange with that partner; once this node's
+                        run has ended int4, whatever --codec says
     LAST REASON         why this node last began an exchange: the model's change,
                         silence for a minute, period, always, or its finishing;
                         with parameter servers, how many of the model's shards
