@@ -5,6 +5,7 @@ QUICK := tests/training tests/contracts/test_codec_contract.py tests/contracts/t
 	$(addprefix tests/transport/test_,wire.py framing.py peer_queue.py admission.py) \
 	tests/peerd/node tests/peerd/membership tests/peerd/protocol tests/peerd/local/test_board.py
 
+# exec: a shell between make and what it runs would die alone of a signal, and the tests would run on
 # tests start hundreds of interpreters: where the environment says so, each compiles all that it imports
 test thorough quick scripts soak: export PYTHONDONTWRITEBYTECODE =
 
@@ -14,15 +15,15 @@ demo: .venv/installed
 	$(BIN)/peerd demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts"
+	exec $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts"
 
 # all cases and examples, of which make test draws some: a quarter of an hour
 thorough: .venv/installed
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts" --all-cases --hypothesis-profile=thorough
+	exec $(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not soak and not scripts" --all-cases --hypothesis-profile=thorough
 
 # for whoever changed one core: what has no process, no socket and no simulated hour
 quick: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not scripts" --hypothesis-profile=quick $(QUICK)
+	exec $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not scripts" --hypothesis-profile=quick $(QUICK)
 
 scripts: .venv/frameworks
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m scripts
@@ -42,7 +43,7 @@ soak: .venv/installed
 fuzz: SECONDS ?= 60
 fuzz: SEED ?= 0
 fuzz: .venv/installed
-	PYTHONPATH=tests/training:tests/simulation $(BIN)/python $(if $(GUIDED),tests/fuzz/guided.py $(GUIDED) -max_total_time=$(SECONDS) \
+	PYTHONPATH=tests/training:tests/simulation exec $(BIN)/python $(if $(GUIDED),tests/fuzz/guided.py $(GUIDED) -max_total_time=$(SECONDS) \
 		-seed=$(SEED),tests/fuzz/fuzz.py --seconds $(SECONDS) --seed $(SEED) $(TARGETS))
 
 bench: .venv/installed
