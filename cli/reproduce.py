@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,17 +13,24 @@ from rich.progress import Progress as Bar
 from rich.progress import TaskID
 
 from peerd.cli import Interrupted, interrupts_end_at_once
-from peerd.cli.output import Format, FormatOption, check_file, finite, print_json, progress_bar, write_report
+from peerd.cli.output import Format, FormatOption, check_file, echo, finite, print_json, progress_bar, write_report
+from peerd.process.seldom import Seldom
 from peerd.transport.errors import UserError
 
 JOBS_MAX = 256
+SAYS_LITTLE = {
+    "quick": "few seeds and short trainings, so the verdicts say little; leave it out to try the claims as they are",
+    "tiny": "next to no training, so the verdicts mean nothing",
+}
 
 
 def reproduce(
     experiments: Annotated[
         list[str] | None, typer.Argument(metavar="EXPERIMENT", help="E1, E2, ... or all; none: the list of them")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="a minute or two each, fewer seeds")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="seconds to two minutes each: the verdicts say little")
+    ] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="seconds each, for tests: figures without a meaning")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=JOBS_MAX, help="processes (default: one a core)")] = min(
         os.cpu_count() or 1, JOBS_MAX
@@ -61,7 +69,7 @@ def reproduce(
     check_file("--report", report.with_suffix(".json"), ".json")
     size = Size.TINY if tiny else Size.QUICK if quick else Size.FULL
     store = CellStore(cells or default_folder())
-    reports = []
+    reports, seldom = [], Seldom()
     try:
         for experiment in chosen.values():
             with progress_bar() as bar:
@@ -69,7 +77,10 @@ def reproduce(
 
                 def tell(now: Progress, bar: Bar = bar, row: TaskID = row) -> None:
                     left = "" if now.left_s is None else f", {_minutes(now.left_s)} left"
-                    bar.update(row, completed=now.done, total=now.of, note=f"{now.done} of {now.of} cells{left}")
+                    note = f"{now.done} of {now.of} cells{left}"
+                    bar.update(row, completed=now.done, total=now.of, note=note)
+                    if bar.disable and seldom.is_news(now.name, now=time.monotonic()):  # a file shows no bar
+                        echo(f"{now.name}: {note}", err=True)
 
                 reports.append(run_experiment(experiment, size, store, jobs, tell))
             if format is Format.TEXT:
@@ -89,8 +100,7 @@ def reproduce(
         print_json(said)
     else:
         if size is not Size.FULL:
-            flag = "--tiny" if tiny else "--quick"
-            console.print(f"by {flag} runs are short and seeds few: these verdicts say little of the papers' claims")
+            console.print(f"--{size}: {SAYS_LITTLE[size]}", markup=False)
         console.print(f"{report} and {report.with_suffix('.json')} have the figures", markup=False)
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -215,11 +215,12 @@ def _print_summary(console: Console, results: list[dict[str, Any]], report: Path
             column.pop("digest", None)
             column |= {name: text.replace(" (", "\n(") for name, text in column.items()}
     names = list({name: None for column in columns.values() for name in column})
-    for runs in _tables(names, columns, console.width):
+    headings = _headings(columns)
+    for runs in _tables(names, columns, headings, console.width):
         table = Table(box=None, show_header=len(columns) > 1, header_style="bold", pad_edge=False)
         table.add_column("", style="bold", no_wrap=True)
         for run in runs:
-            table.add_column(Text(_heading(run)), overflow="fold")
+            table.add_column(Text(headings[run]), overflow="fold")
         for name in names:
             table.add_row(name, *(Text(columns[run].get(name, "-")) for run in runs))
         console.print(table, highlight=False)
@@ -239,16 +240,23 @@ def _print_line(console: Console, style: str, name: str, text: str) -> None:
     console.print(Text.assemble((name, style), "  " if name and text else "", text), soft_wrap=True)
 
 
-def _heading(run: str) -> str:
-    return run.replace(";", "\n")
+def _headings(runs: Iterable[str]) -> dict[str, str]:
+    """Of each run what tells it from the others."""
+    said = {run: run.split(";") for run in runs}
+    by_all = set.intersection(*(set(options) for _, *options in said.values()))
+    return {
+        run: "\n".join([mode, *(one for one in options if one not in by_all)]) for run, (mode, *options) in said.items()
+    }
 
 
-def _tables(names: list[str], columns: dict[str, dict[str, str]], width: int) -> Iterator[list[str]]:
+def _tables(
+    names: list[str], columns: dict[str, dict[str, str]], headings: dict[str, str], width: int
+) -> Iterator[list[str]]:
     """The runs, as many at a time as stand beside each other with no cell wrapped."""
     first = left = max(map(len, names), default=0)
     runs: list[str] = []
     for run, column in columns.items():
-        needs = 2 + max(map(len, [*_heading(run).split("\n"), *"\n".join(column.values()).split("\n")]))
+        needs = 2 + max(map(len, [*headings[run].split("\n"), *"\n".join(column.values()).split("\n")]))
         if runs and left + needs > width:
             yield runs
             runs, left = [], first
@@ -320,8 +328,8 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     if math.isfinite(result.get("consensus_distance", math.nan)):
         rows["from the mean"] = f"{result['consensus_distance']:.3%}"
     if "liars" in result:
-        nodes = "nodes" if len(result["liars"]) > 1 else "node"
-        rows["liars"] = f"{nodes} {', '.join(map(str, result['liars']))}; all models below are the others'"
+        which = f"node{'s' * (len(result['liars']) != 1)} {', '.join(map(str, result['liars']))}"
+        rows["liars"] = f"{which}; all models below are the others'"
     if "accuracy" in result:
         rows["accuracy"] = f"{result['accuracy']:.2%}, averaged model"
         rows["worst node's"] = f"{result['accuracy_worst']:.2%}"

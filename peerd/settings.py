@@ -344,11 +344,12 @@ def _from_file(file: Path) -> dict[str, Any]:
         if len(text) > FILE_CHARACTERS_MAX:
             raise UserError(f"config {file}: more than {FILE_CHARACTERS_MAX} characters are no settings")
         table = tomllib.loads(text)
-        repr(table)  # a hexadecimal number that is read may be too long for a message that names it
+        repr(table)  # a hexadecimal number that is read may be too long for a line that names it
     except OSError as error:
         raise UserError(f"config {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not TOML's own alone: Python reads no whole number of 4,301 digits
-        raise UserError(f"config {file}: {error}{_line_of(text, str(error))}") from None
+        why = str(error).partition("; use sys.")[0]  # no user can call that
+        raise UserError(f"config {file}: {why}{_line_of(text, why)}") from None
     names = [item.name for item in fields(Settings)]
     for key, value in table.items():
         if key not in names:

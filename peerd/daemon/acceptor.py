@@ -7,7 +7,7 @@ from functools import partial
 
 import trio
 
-from peerd.daemon.cures import CURES, cured
+from peerd.daemon.cures import cured
 from peerd.daemon.membership_service import MembershipService
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
@@ -78,10 +78,7 @@ class Acceptor:
             await self._serve(connection)
         except Refused as refusal:
             if self._seldom.is_news(connection.host, refusal.field, now=trio.current_time()):
-                told = cured(refusal)
-                if refusal.field == "authority":  # whichever end was the first to say so
-                    told = f"{connection.remote} is of another authority, and was not let in; {CURES['authority']}"
-                LOGGER.warning("%s", told)
+                LOGGER.warning("%s", cured(refusal))
         except ConnectionLost:
             pass
         except PeerError as error:

@@ -84,7 +84,8 @@ def find_node(name: str | None) -> Path:
         if name in running:
             return socket_path(name)
         others = f"; running: {', '.join(running)}" if running else ""
-        raise UserError(f"no node called {name!r} runs here{others}; start it with: peerd start train.py --name {name}")
+        starts = f"start it with: peerd start train.py --name {name!r}"
+        raise UserError(f"no node called {name!r} runs here{others}; {starts}")
     if not running:
         raise UserError("no peerd node runs here; start one with: peerd start train.py")
     if len(running) > 1:

@@ -18,7 +18,7 @@ class Size(StrEnum):
     """How much of an experiment is run."""
 
     TINY = "tiny"  # seconds, for tests: the figures mean nothing
-    QUICK = "quick"  # a minute or two
+    QUICK = "quick"  # some seconds to two minutes: few seeds and short trainings
     FULL = "full"
 
 

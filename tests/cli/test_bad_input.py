@@ -297,7 +297,7 @@ def test_a_working_folder_that_is_gone(terminal: Terminal, tmp_path: Path, monke
         (("export", f"{TOO_LONG}.safetensors"), "no peerd node runs here"),
         (("members",), "no peerd node runs here"),
         (("export", "model.txt"), "export model.txt: the file is written as safetensors; end its name in"),
-        (("leave", "--name", "x"), "no node called 'x' runs here; start it with: peerd start train.py --name x"),
+        (("leave", "--name", "x"), "no node called 'x' runs here; start it with: peerd start train.py --name 'x'"),
     ],
 )
 def test_wrong_arguments(

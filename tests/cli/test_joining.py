@@ -130,7 +130,7 @@ def test_who_is_of_another_authority_or_of_none(machine: Machine) -> None:
     other = machine.start("other", script, join=a, XDG_STATE_HOME=another_user(machine))
     assert "its certificate is of another authority" in refusal(other)
     assert "peerd token on a member" in refusal(other)
-    a.says("is of another authority, and was not let in; a node joins with a token")
+    a.says("dialled, and is of another authority than this node; a node joins with a token")
     assert "refused this node" not in a.log, "it was not the member that came"
     looked = machine.peerd("doctor", "--name", "n", "--join", a.address, XDG_STATE_HOME=another_user(machine)).stdout
     assert "cure: --token with what peerd token prints on a member of that swarm" in " ".join(looked.split())

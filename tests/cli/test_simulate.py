@@ -194,6 +194,20 @@ def test_people_get_a_summary() -> None:
         assert word in result.stdout
 
 
+def test_the_headings_of_a_comparison_say_what_differs() -> None:
+    words = ["--problem", "teacher", "--peers", "2", "--steps", "2", "--faults", "none", "--lr", "0.1", "--batch", "8"]
+    shown = CliRunner().invoke(app, ["simulate", *words, "--mode", "gossip,gossip;codec=int8,diloco;every=9"]).stdout
+    table, _ = shown.split("\nreplay\n")
+    assert re.findall(r"[a-z]+=\S+", table) == ["codec=int8", "every=9"]
+
+
+def test_liars_are_named_not_counted() -> None:
+    words = ["simulate", "--problem", "consensus", "--peers", "4", "--steps", "5", "--faults", "none", "--byzantine"]
+    for attack, named in (("noise:1", r"^liars +node \d; "), ("noise:2", r"^liars +nodes \d, \d; ")):
+        shown = CliRunner().invoke(app, [*words, attack], catch_exceptions=False).stdout
+        assert re.search(named, shown, re.MULTILINE), shown
+
+
 TWO = "gossip;codec=top_k_3;trigger=change:0.1,noloco;codec=sign;every=20;outer-lr=0.3"
 
 

@@ -334,6 +334,11 @@ def test_it_is_known_of_every_mode_what_has_an_effect() -> None:
         ("join = [1]", "join must be a list of strings, not [1]"),
         ("= 3", "Invalid"),
         ("view = 1\nview = 2", "Cannot overwrite"),
+        *(
+            (f"{key} = {number}", "Exceeds the limit (4300 digits) for integer string conversion")
+            for key in ("view", "checkpoint_every_s", "every", "outer_lr", "name")
+            for number in ("9" * 5000, f"0x{'f' * 5000}", f"[0o{'7' * 5000}]")
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
@@ -343,6 +348,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str)
         load({}, {}, file)
     assert str(failure.value).startswith(f"config {file}: ")
     assert line in str(failure.value)
+    assert "set_int_max_str_digits" not in str(failure.value), "no user can call that"
     assert "\n" not in str(failure.value)
 
 

@@ -230,7 +230,8 @@ def test_the_verb_writes_a_page_and_resumes(tmp_path: Path) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
     assert json.loads(first.stdout)["experiments"][0]["name"] == "E7"
     assert "E7 FireCaffe" in second.stdout
-    assert "by --tiny runs are short and seeds few" in second.stdout
+    assert "--tiny: next to no training, so the verdicts mean nothing" in second.stdout
+    assert first.stderr.startswith("E7: 0 of "), "nobody sees a bar, so a line says that it has begun"
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     assert json.loads((tmp_path / "r.json").read_text())["experiments"][0]["command"] == "peerd reproduce E7 --tiny"
 

@@ -181,10 +181,11 @@ class Mixed(TestCredentials):
 
 ANOTHER, EXPIRED, EARLY = "of another authority", "expired, or a clock is wrong", "not valid yet, or a clock is wrong"
 MINE, ITS = "PEER refused this node: our certificate is {}", "refused PEER: its certificate is {}"
+DIALLED = "PEER dialled, and is {} than this node"
 OUT, IN = "PEER refused this node: its encryption is {!r}, ours {!r}", "refused PEER: its encryption is {!r}, ours {!r}"
 REFUSALS: dict[str, tuple[Callable[[], tuple[Credentials | None, Credentials | None]], str, str, str]] = {
     "near of another": (lambda: (Mixed(), ours()), MINE.format(ANOTHER), ITS.format(ANOTHER), "authority"),
-    "far of another": (lambda: (ours(), Mixed()), ITS.format(ANOTHER), MINE.format(ANOTHER), "authority"),
+    "far of another": (lambda: (ours(), Mixed()), ITS.format(ANOTHER), DIALLED.format(ANOTHER), "authority"),
     "near expired": (lambda: (late(), ours()), MINE.format(EXPIRED), ITS.format(EXPIRED), "certificate"),
     "far expired": (lambda: (ours(), late()), ITS.format(EXPIRED), MINE.format(EXPIRED), "certificate"),
     "near early": (lambda: (early(), ours()), MINE.format(EARLY), ITS.format(EARLY), "certificate"),

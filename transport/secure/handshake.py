@@ -183,6 +183,9 @@ class _Tls:
         if (why := reasons.of_certificate(error)) is not None:
             _refuse(self._remote, why)
         if (why := reasons.of_alert(error)) is not None:
+            if why == reasons.ANOTHER_AUTHORITY and self.ends.server_side:  # a newcomer sees our certificate first
+                refuse = Refuse(reasons.field(why), "ours", why)
+                raise Refused(f"{self._remote} dialled, and is {why} than this node", refuse) from None
             _refused(self._remote, why)
         if isinstance(error, ssl.SSLZeroReturnError | ssl.SSLEOFError):
             raise ConnectionLost(f"{self._remote}: closed by the peer during the handshake") from None

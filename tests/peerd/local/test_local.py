@@ -188,7 +188,7 @@ def test_nodes_are_found_by_whether_they_answer(runtime: Path) -> None:
     with listen("one"):
         assert running_nodes() == ["one"]
         assert find_node(None) == find_node("one") == runtime / "peerd" / "one.sock"
-        with pytest.raises(UserError, match="no node called 'dead' runs here; running: one"):
+        with pytest.raises(UserError, match=r"running: one; start it with: peerd start train\.py --name 'dead'"):
             find_node("dead")
         with pytest.raises(UserError, match="the node's name is empty: give --name or PEERD_NAME one"):
             find_node("")
