@@ -29,6 +29,7 @@ VERBS = {
 }  # fmt: skip
 """In which module of this package each is: a node that starts need not import the demo."""
 
+NO_DESCRIPTORS = f"{os.strerror(errno.EMFILE)}; let it open more files (ulimit -n)"
 TABLE = "\b\n"  # click's mark of a paragraph that keeps its lines; typer would show it as an empty one
 
 
@@ -144,6 +145,8 @@ def run() -> None:
             say("interrupted")
             sys.exit(INTERRUPTED_CODE)
         mistakes = group.subgroup(UserError)
+        if group.split(_lacks_descriptors)[1] is None:
+            _fail(NO_DESCRIPTORS)
         if mistakes is None or group.split(UserError)[1] is not None:
             raise
         _fail(_first(mistakes))
@@ -152,6 +155,8 @@ def run() -> None:
     except OSError as error:
         if error.errno == errno.ENOENT and _is_nowhere():
             _fail("the folder that you are in is gone: go to another one (cd)")
+        if _lacks_descriptors(error):
+            _fail(NO_DESCRIPTORS)
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still holds of it
@@ -162,6 +167,10 @@ def run() -> None:
         if (told := told_of_own(error)) is None:
             raise
         _fail(told)
+
+
+def _lacks_descriptors(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EMFILE
 
 
 def _is_nowhere() -> bool:

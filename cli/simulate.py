@@ -280,16 +280,21 @@ def _command(results: list[dict[str, Any]], width: int) -> str:
     return "\n".join(lines)
 
 
+def _percent(share: float) -> str:
+    """Of what a lie may make of any size."""
+    return f"{share:.3%}" if share < 100 else f"{100 * share:.3g}%"
+
+
 def _over_seeds(results: list[dict[str, Any]]) -> dict[str, str]:
     """Of one run with several seeds: the median of each figure, and the least and the most."""
     figures: dict[str, tuple[str, Callable[[float], str]]] = {
         "virtual_seconds": ("virtual time", lambda seconds: f"{seconds:,.1f} s"),
         "steps": ("steps of a node", lambda steps: f"{steps:,.0f}"),
         "bytes_sent_total": ("traffic", size),
-        "consensus_distance": ("from the mean", "{:.3%}".format),
+        "consensus_distance": ("from the mean", _percent),
         "accuracy": ("accuracy", "{:.2%}".format),
         "accuracy_worst": ("worst node's", "{:.2%}".format),
-        "error": ("from the optimum", "{:.3%}".format),
+        "error": ("from the optimum", _percent),
         "seconds_to_target": (f"to {results[0].get('target')}", lambda seconds: f"{seconds:,.1f} s"),
         "bytes_to_target": ("bytes to it", size),
     }
@@ -326,7 +331,7 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     if "computing_share" in result:
         rows["computing"] = f"{result['computing_share']:.1%} of the time"
     if math.isfinite(result.get("consensus_distance", math.nan)):
-        rows["from the mean"] = f"{result['consensus_distance']:.3%}"
+        rows["from the mean"] = _percent(result["consensus_distance"])
     if "liars" in result:
         which = f"node{'s' * (len(result['liars']) != 1)} {', '.join(map(str, result['liars']))}"
         rows["liars"] = f"{which}; all models below are the others'"
@@ -344,10 +349,10 @@ def _summary(result: dict[str, Any]) -> dict[str, str]:
     if "staleness" in result:
         rows["staleness"] = f"{result['staleness']['mean']:.2f} steps, p99 {result['staleness']['p99']}"
     if math.isfinite(result.get("error", math.nan)):
-        rows["from the optimum"] = f"{result['error']:.3%}"
+        rows["from the optimum"] = _percent(result["error"])
     if "clean_distance" in result:
-        rows["without lies"] = f"{result['clean_distance']:.3%} away" + "".join(
-            f", {name} {result[key]:.2%}" for name in ("accuracy", "error") if (key := f"clean_{name}") in result
+        rows["without lies"] = f"{_percent(result['clean_distance'])} away" + "".join(
+            f", {name} {_percent(result[key])}" for name in ("accuracy", "error") if (key := f"clean_{name}") in result
         )
     if "target" in result:
         reached = result["seconds_to_target"] is not None

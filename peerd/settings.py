@@ -29,7 +29,7 @@ from peerd.training.modes import (
     settings_of,
 )
 from peerd.training.modes.own_mode import adopted
-from peerd.training.plain_numbers import number, whole
+from peerd.training.plain_numbers import DIGITS_MAX, number, whole
 from peerd.transport.admission import GUESTS_MAX
 from peerd.transport.errors import UserError, WrongSetting, wrong
 from peerd.transport.ids import Address
@@ -349,6 +349,8 @@ def _from_file(file: Path) -> dict[str, Any]:
         raise UserError(f"config {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not TOML's own alone: Python reads no whole number of 4,301 digits
         why = str(error).partition("; use sys.")[0]  # no user can call that
+        if isinstance(error, UnicodeDecodeError):
+            why = "it is not UTF-8: save it as such"
         raise UserError(f"config {file}: {why}{_line_of(text, why)}") from None
     names = [item.name for item in fields(Settings)]
     for key, value in table.items():
@@ -371,6 +373,8 @@ def _line_of(text: str, error: str) -> str:
 
 
 def _typed(key: str, value: Any, where: str) -> Any:
+    if isinstance(value, int) and len(str(value)) > DIGITS_MAX:
+        raise UserError(f"{where}: {key}: {value!r:.20}... is too large a number")
     default = getattr(Settings(), key)
     if isinstance(default, tuple):
         items = [value] if isinstance(value, str) else value
@@ -383,7 +387,7 @@ def _typed(key: str, value: Any, where: str) -> Any:
         return value
     elif default == AUTO and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise UserError(f"{where}: {key} must be {_WORDS[type(default)]}, not {value!r}")
+    raise UserError(f"{where}: {key} must be {_WORDS[type(default)]}, not {value!r:.80}")
 
 
 def _from_text(key: str, text: str, where: str) -> Any:
@@ -400,4 +404,4 @@ def _from_text(key: str, text: str, where: str) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         return (whole if isinstance(default, int) else number)(text)
     except (KeyError, ValueError):
-        raise UserError(f"{where}: {text!r} is not {_WORDS[type(default)]}") from None
+        raise UserError(f"{where}: {text!r:.80} is not {_WORDS[type(default)]}") from None

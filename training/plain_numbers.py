@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 import re
 
+DIGITS_MAX = 100
+"""Of a whole number. Python itself reads 4,300, and would have a line that names one so long."""
+
 _WHOLE = re.compile(r"-?[0-9]+")
 _NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
@@ -16,6 +19,8 @@ def whole(text: str) -> int:
     """`7` or `-7`. Raises ValueError."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"{ascii(text)[:60]} is not a whole number")
+    if len(text) > DIGITS_MAX:
+        raise ValueError(f"{text[:20]}... is too large a number")
     return int(text)
 
 

@@ -11,6 +11,7 @@ Address = tuple[str, int]
 
 
 _HOST = re.compile(r"[0-9A-Fa-f.:]+(%[A-Za-z0-9_.-]{1,15})?")  # of IPv6 perhaps with the name of an interface
+_EVERYONE = ipaddress.ip_address("255.255.255.255")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -20,7 +21,8 @@ def is_ip(host: str) -> bool:
         ip = ipaddress.ip_address(host) if _HOST.fullmatch(host) else None
     except ValueError:
         return False
-    return ip is not None and not (ip.is_multicast or ip.is_unspecified or host == "255.255.255.255")
+    ip = getattr(ip, "ipv4_mapped", None) or ip  # where a dialler of ::ffff:224.0.0.1 sends to
+    return ip is not None and not (ip.is_multicast or ip.is_unspecified or ip == _EVERYONE)
 
 
 def shown(address: Address) -> str:

@@ -28,7 +28,7 @@ CURES = {
     "encryption": "start all nodes with --insecure-plaintext, or all without",
     "authority": "a node joins with a token of the swarm that it is to be in: peerd token on a member, --token on it",
     "certificate": "look at the clocks of both machines",
-    "revoked": "that node was put out for ever: its machine enters again with another --name and a new token",
+    "revoked": "who was put out stays out: its machine enters again with another --name and a new token",
     "issuer": "who let that node in was put out, and all that it let in with it: give that node a new token",
     "node": "a state folder belongs to one node: give this one another --name",
 }

@@ -33,6 +33,7 @@ OOM_SCORE = "500"  # when memory runs out the kernel takes the trainer, not the 
 DAEMON = "PEERD_DAEMON"  # the daemon's pid, in the environment of what it starts
 OUTPUT_ABOVE = "its own output above says why"
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)  # others' doing, as by who runs out of memory: the script may be good
+MORE_FILES = "; let it open more files (ulimit -n)"
 NO_ROOM = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # for a process now; there may be some later
 SIGNALLED = 128  # and the number of the signal: how sh ends when its command was killed
 
@@ -166,7 +167,7 @@ class Supervisor:
                 self._process.wait()  # it has ended, having told why
             why = f"cannot start {self.name}: {error.strerror or error}"
             if not ran or error.errno not in NO_ROOM:
-                raise UserError(why) from None
+                raise UserError(f"{why}{MORE_FILES if error.errno == errno.EMFILE else ''}") from None
             if self.crash != (crash := f"{why}; trying again"):
                 LOGGER.warning("%s", crash)
             self.crash = crash

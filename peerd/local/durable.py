@@ -43,6 +43,14 @@ def write(path: Path, text: str) -> None:
         file.write(text)
 
 
+def read(path: Path, most: int) -> bytes:
+    """A private file's first `most` bytes. It is made private again: a backup that was put back has any mode."""
+    with path.open("rb") as file:
+        with suppress(OSError):  # a file system without modes
+            os.fchmod(file.fileno(), 0o600)
+        return file.read(most)
+
+
 def replace(path: Path, text: str) -> None:
     """Give a private file new content, all of it or none, on the disk when this returns. Raises OSError."""
     temporary = path.with_suffix(".tmp")

@@ -29,9 +29,13 @@ class NodeStarts(UserError):
 
 
 def runtime_dir() -> Path:
-    """Where the control sockets live: $XDG_RUNTIME_DIR/peerd, else a private folder in /tmp."""
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(parent).absolute() / "peerd" if parent else Path(f"/tmp/peerd-{os.getuid()}")
+    """Where the control sockets live: $XDG_RUNTIME_DIR/peerd, else a private folder in /tmp. Raises UserError."""
+    if not (parent := os.environ.get("XDG_RUNTIME_DIR")):
+        return Path(f"/tmp/peerd-{os.getuid()}")
+    try:
+        return Path(parent).absolute() / "peerd"
+    except FileNotFoundError:
+        raise UserError(f"XDG_RUNTIME_DIR={parent} begins in a folder that is gone: go to another one (cd)") from None
 
 
 def socket_path(name: str) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InternalError, InvalidSignature, UnsupportedAlgorithm
@@ -21,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from peerd.local.durable import replace
+from peerd.local import durable
 from peerd.transport.errors import UserError
 from peerd.transport.ids import NodeId
 
@@ -68,7 +67,7 @@ class NodeKey:
 
     def write(self, path: Path) -> None:
         """Keep it, for this user's eyes alone. Raises OSError."""
-        replace(path, self.pem)
+        durable.replace(path, self.pem)
 
 
 def verified(public: Ed25519PublicKey, signature: bytes, purpose: str, message: bytes) -> bool:
@@ -107,10 +106,7 @@ def read(path: Path, whose: str = "the node's key", cure: str = _CURE) -> NodeKe
 def _content(path: Path) -> bytes:
     if not path.is_file():
         raise ValueError("not a file")
-    with path.open("rb") as file:
-        with suppress(OSError):  # a file system without modes
-            os.fchmod(file.fileno(), 0o600)  # a backup that was put back has the mode of whoever did it
-        return file.read(_FILE_BYTES_MAX)
+    return durable.read(path, _FILE_BYTES_MAX)
 
 
 def purposed(purpose: str, message: bytes) -> bytes:

@@ -19,11 +19,13 @@ from peerd.local.node_key import NodeKey
 from peerd.security import certificates
 from peerd.security.authority import Authority, generate, self_signed, succeed
 from peerd.security.certificates import Untrusted, der, read_der
+from peerd.security.wall_clock import BEGINNING, shown
 from peerd.transport.errors import UserError
 from peerd.transport.messages import Successor
 
 _KEY, _NEXT_KEY, _CERTIFICATE, _LOCK = "key.pem", "next-key.pem", "certificate.pem", "lock"
 _FILE_BYTES_MAX = 1 << 16
+NEW_TOKENS = "then all nodes that it let in need a new token"
 
 
 def at(folder: Path, now: datetime) -> Authority:
@@ -46,7 +48,7 @@ def at(folder: Path, now: datetime) -> Authority:
 
 def load(folder: Path, now: datetime) -> Authority | None:
     """The one kept there; None where none was made, or not to the end. Raises UserError."""
-    cure = f"restore {folder} from a backup, or remove it: then all nodes that it let in need a new token"
+    cure = f"restore {folder} from a backup, or remove it: {NEW_TOKENS}"
     kept = _kept(folder, cure)
     if kept is not None and not _belong_together(*kept):
         kept = _kept(folder, cure)  # another node of this user may have replaced it between two of the files
@@ -58,7 +60,10 @@ def load(folder: Path, now: datetime) -> Authority | None:
     try:
         certificates.check_time(certificate, now)
     except Untrusted as error:
-        raise UserError(f"the authority's certificate in {folder} is {error}; set this machine's clock") from None
+        right = f"; if it is right, remove {folder}: {NEW_TOKENS}" if now > certificate.not_valid_after_utc else ""
+        raise UserError(
+            f"the authority's certificate in {folder} is {error}; set this machine's clock{right}"
+        ) from None
     return Authority(key, certificate, certificate)
 
 
@@ -77,6 +82,8 @@ def _belong_together(key: NodeKey, certificate: x509.Certificate) -> bool:
 
 
 def _make(folder: Path, now: datetime) -> Authority:
+    if now < BEGINNING:  # it would have ended, or be younger than what it signs, once the clock is right
+        raise UserError(f"no authority can be made while this machine's clock is at {shown(now)}; set it")
     key = node_key.read(folder / _KEY) or NodeKey.generate()  # a crash came between the two files
     made = self_signed(key, now)
     key.write(folder / _KEY)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cryptography.x509 import Certificate
 
-from peerd.local.durable import replace
+from peerd.local import durable
 from peerd.security import wall_clock
 from peerd.security.authority import read_successor
 from peerd.security.certificates import pin_of
@@ -73,7 +73,7 @@ def succession(authorities: Iterable[Certificate], *kept: Iterable[Successor]) -
 def _replace(path: Path, messages: Sequence[Message]) -> None:
     text = "".join(wire.encode(message)[0].hex() + "\n" for message in messages)
     if messages and not (path.is_file() and path.read_bytes() == text.encode()):  # what is damaged may be no text
-        replace(path, text)
+        durable.replace(path, text)
 
 
 def _age_s(path: Path) -> float:
@@ -87,8 +87,7 @@ def _read(path: Path, kind: type[Said]) -> list[Said]:
     try:
         if not path.is_file():
             return []
-        with path.open() as file:
-            lines = file.read(_FILE_BYTES_MAX).splitlines()
+        lines = durable.read(path, _FILE_BYTES_MAX).decode().splitlines()
         said = [wire.decode(kind.KIND, bytes.fromhex(line), 0).message() for line in lines]
         return [one for one in said if isinstance(one, kind)]
     except OSError as error:

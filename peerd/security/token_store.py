@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peerd.local.durable import replace
+from peerd.local import durable
 from peerd.local.locked import locked
 from peerd.security.token import ID_BYTES, SECRET_BYTES, USES_MAX, Kept, Token, used, worth_keeping
 from peerd.transport.errors import UserError
@@ -63,14 +63,13 @@ class TokenStore:
                 before = dict(tokens)
                 yield tokens
                 if tokens != before:
-                    replace(self._path, json.dumps([_row(kept) for kept in tokens.values()]))
+                    durable.replace(self._path, json.dumps([_row(kept) for kept in tokens.values()]))
         except OSError as error:
             raise UserError(f"the tokens in {self._folder}: {error.strerror}") from None
 
     def _read(self) -> dict[bytes, Kept]:
         try:
-            with self._path.open() as file:
-                rows = json.loads(file.read(_FILE_BYTES_MAX))
+            rows = json.loads(durable.read(self._path, _FILE_BYTES_MAX))
             return {kept.id: kept for kept in map(_kept, rows)}
         except FileNotFoundError:
             return {}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+"""It is later: all of this was written after it."""
+
 
 def now() -> datetime:
     """To the second, as certificates have it."""

@@ -215,8 +215,9 @@ def test_a_demo_without_its_data_starts_no_node(
         ("view = 3\nview = 4", "Cannot overwrite a value"),
         (f"view = {'9' * 5000}", "config "),
         (f"view = 0x{'9' * 5000}", "config "),
+        (f"view = {'9' * 4000}", "view: 99999999999999999999... is too large a number"),
         ("\ufeffview = 0", "view"),
-        (f"checkpoint_every_s = {'9' * 400}", "checkpoint_every_s must be a number, not 9999"),
+        (f"checkpoint_every_s = {'9' * 400}", "checkpoint_every_s: 99999999999999999999... is too large a number"),
         (r'mode = "a\u0000.py:Mine"', r"--mode a\x00.py:Mine: there is no file a\x00.py"),
     ],
 )
@@ -232,13 +233,26 @@ def test_no_descriptor_for_the_control_socket(terminal: Terminal, monkeypatch: p
     terminal.refuses("Too many open files; let it open more files (ulimit -n)", *START)
 
 
+@pytest.mark.parametrize("files", [6, 8, 10, 14])
+def test_too_few_descriptors_for_a_node(machine: Machine, files: int) -> None:
+    """Whatever it is that gets none."""
+    limited = f'ulimit -n {files} && exec "$@"'
+    command = [sys.executable, "-m", "peerd.cli.main", *START, "--", sys.executable, "-c", ""]
+    ran = subprocess.run(
+        ["sh", "-c", limited, "sh", *command], env=machine.environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode != 0
+    assert "Traceback" not in ran.stderr
+    assert "open more files (ulimit -n)" in ran.stderr.splitlines()[-1]
+
+
 def test_a_working_folder_that_is_gone(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
     for verb, folders in (("demo", {}), ("status", {"XDG_RUNTIME_DIR": "here"}), ("start", {"XDG_STATE_HOME": "here"})):
-        terminal.refuses("the folder that you are in is gone: go to another one (cd)", verb, **folders)
+        terminal.refuses("gone: go to another one (cd)", verb, **folders)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +272,7 @@ def test_a_working_folder_that_is_gone(terminal: Terminal, tmp_path: Path, monke
         ((*START, "--view", "1_0"), "--view: '1_0' is not a whole number"),
         ((*START, "--view", "\u0665"), r"--view: '\u0665' is not a whole number"),
         ((*START, "--wait-for", " 5"), "--wait-for: ' 5' is not a whole number"),
+        ((*START, "--view", "9" * 5000), "--view: 99999999999999999999... is too large a number"),
         ((*START, "--view", "2.0"), "--view: '2.0' is not a whole number"),
         ((*START, "--mode", "diloco", "--outer-lr", "1_0"), "outer_lr: '1_0' is neither a number nor auto"),
         ((*START, "--trigger", "change:0.0_5"), "trigger 'change:0.0_5' is not one"),

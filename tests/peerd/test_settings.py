@@ -339,6 +339,8 @@ def test_it_is_known_of_every_mode_what_has_an_effect() -> None:
             for key in ("view", "checkpoint_every_s", "every", "outer_lr", "name")
             for number in ("9" * 5000, f"0x{'f' * 5000}", f"[0o{'7' * 5000}]")
         ),
+        ("view = -" + "9" * 4000, "view: -9999999999999999999... is too large a number"),
+        ("join = [" + "1" * 4000 + "]", f"join must be a list of strings, not [{'1' * 79}"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
@@ -350,6 +352,13 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path: Path, text: str, line: str)
     assert line in str(failure.value)
     assert "set_int_max_str_digits" not in str(failure.value), "no user can call that"
     assert "\n" not in str(failure.value)
+
+
+def test_a_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "peerd.toml"
+    file.write_text("view = 3", encoding="utf-16")
+    with pytest.raises(UserError, match=r"peerd\.toml: it is not UTF-8: save it as such$"):
+        load({}, {}, file)
 
 
 def test_a_number_may_be_whole_and_a_list_one_string(tmp_path: Path) -> None:

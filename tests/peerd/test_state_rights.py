@@ -13,7 +13,7 @@ from torch import nn
 from peerd.daemon import known_members
 from peerd.local import identity
 from peerd.local.durable import replace
-from peerd.security import authority_folder, kept, wall_clock
+from peerd.security import authority_folder, kept, secrets_folder, wall_clock
 from peerd.security.authority import request_of
 from peerd.security.enrolment import granted
 from peerd.security.token_store import TokenStore
@@ -51,6 +51,18 @@ def test_all_that_is_in_the_state_folder(tmp_path: Path) -> None:
     assert {str(path): path.stat().st_mode & 0o777 for path in found} == {
         str(path): 0o700 if path.is_dir() else 0o600 for path in found
     }
+
+
+def test_secrets_of_a_backup_that_was_put_back_are_closed_to_others(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path)
+    store.make((("10.0.0.1", 1),), bytes(32), 1, 60, 0, issuer=False)
+    (tmp_path / "keyring.hex").touch()
+    paths = tmp_path / "tokens.json", tmp_path / "keyring.hex"
+    for path in paths:
+        path.chmod(0o644)
+    store.make((("10.0.0.1", 1),), bytes(32), 1, 60, 0, issuer=False)
+    secrets_folder.read(tmp_path)
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 2
 
 
 def test_a_checkpoint_folder_that_the_rest_of_the_model_comes_to_first(tmp_path: Path) -> None:

@@ -261,5 +261,13 @@ def test_another_authoritys_certificate_beside_the_key_is_damage(tmp_path: Path)
 @pytest.mark.parametrize("off", [timedelta(hours=-2), authority.AUTHORITY_LIFE + timedelta(days=1)])
 def test_a_clock_that_is_far_off_is_said(tmp_path: Path, off: timedelta) -> None:
     authority_folder.at(tmp_path, NOW)
-    with pytest.raises(UserError, match="set this machine's clock"):
+    with pytest.raises(UserError, match="set this machine's clock") as told:
         authority_folder.at(tmp_path, NOW + off)
+    assert ("if it is right, remove" in str(told.value)) == (off > timedelta())
+
+
+def test_no_authority_is_made_by_a_clock_that_lost_its_battery(tmp_path: Path) -> None:
+    """It would have ended once the clock is right."""
+    with pytest.raises(UserError, match=r"clock is at 1970-01-01 00:00 UTC; set it$"):
+        authority_folder.at(tmp_path, datetime(1970, 1, 1, tzinfo=UTC))
+    assert authority_folder.load(tmp_path, NOW) is None

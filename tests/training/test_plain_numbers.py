@@ -26,6 +26,13 @@ def test_what_is_no_number(text: str) -> None:
         number(text)
 
 
+@pytest.mark.parametrize("digits", [101, 4301, 10**5])
+def test_a_whole_number_that_is_too_long_to_be_shown(digits: int) -> None:
+    with pytest.raises(ValueError, match=r"^9{20}\.\.\. is too large a number$"):
+        whole("9" * digits)
+    assert count("9" * digits) == 0
+
+
 @given(st.integers())
 def test_whole_numbers_as_they_are_printed(value: int) -> None:
     assert whole(str(value)) == value

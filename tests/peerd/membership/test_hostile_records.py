@@ -240,7 +240,18 @@ def test_members_that_a_full_table_forgets_are_no_news() -> None:
     assert len(membership._news) <= TABLE_MEMBERS
 
 
-HOSTS = ["nosuch.example", "localhost", "", "10.0.0", "0.0.0.0", "224.0.0.1", "255.255.255.255", "::", "ff02::1"]
+HOSTS = [
+    "nosuch.example",
+    "localhost",
+    "",
+    "10.0.0",
+    "0.0.0.0",
+    "224.0.0.1",
+    "255.255.255.255",
+    "::ffff:224.0.0.1",
+    "::",
+    "ff02::1",
+]
 
 
 @pytest.mark.parametrize("host", [*HOSTS, "010.0.0.1", "1.2.3.4\n", "fe80::1%[/x]", "x" * 255])
