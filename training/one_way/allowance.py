@@ -40,6 +40,7 @@ BUFFERS_MAX = 1 / 4
 """Of the float buffers' norm, in one push: they have no steps to measure by."""
 WEIGHT_SHARE = 4
 """Times the members: more weight than this nobody takes, whatever is offered."""
+PEERS_MAX = 4096  # whose allowances are known after a run
 STRIDE_WEIGHT = 0.2  # of the last stride in the running mean
 GONE: NodeId = ""  # in place of all peers that are no more
 
@@ -80,7 +81,7 @@ class Allowances:
         self._granted = 0.0  # what a full allowance is at least, after it
 
     def trains(self, now: float) -> None:
-        """This node has begun a run, or goes on with it."""
+        """This node has begun a run, or goes on with it: a step is over, and the first one's way is of before."""
         if self._began_at is None or self._stood_at is not None:
             self._began_at, self._stood_at = now, None
             self._way = self._granted = 0.0
@@ -153,14 +154,17 @@ class Allowances:
         return part, min(part, most / length) if length > 0 else part
 
     def keep(self, peers: Collection[NodeId]) -> None:
-        """Forget all but these, and what waits of all who are no more: last words may come after their sender went."""
+        """Forget all but these, and what waits of all who are no more: last words may come after their sender went.
+        After a run's end what they had left is kept: who comes back would be allowed again what it has had."""
         # what was gone before the first came is no way between two exchanges; later it is, or who was alone for a while
         # would take three times as many steps to come back
         if peers and not self._had_company:
             self._had_company, self._path = True, 0.0
-        for gone in [peer for peer in self._left if peer not in peers and peer != GONE]:
-            del self._left[gone]
-            self._distances.pop(gone, None)
+        gone = [peer for peer in self._left if peer not in peers and peer != GONE]
+        for peer in gone:
+            self._distances.pop(peer, None)
+        for peer in gone if self._stood_at is None else gone[: max(0, len(self._left) - PEERS_MAX)]:
+            del self._left[peer]
 
     def _full(self, norm: float) -> float:
         return max(LIMIT * (self._path + self._exchanges * self._stride), REACH_MIN * norm, self._granted)

@@ -102,12 +102,14 @@ class OneWay(PartneredMode[Partner]):
             self._received = self._unheard = 0
         ends = report.finishing and not self._report.finishing
         self._answers.hurries = report.finishing
+        self._allowances.walked(report.change, published=report.published)
         if not report.finishing:
             self._allowances.trains(now)
             self._untold.clear()
+            if self._report.finishing:
+                self._allowances.keep(self._partners.alive)
         elif ends:
             self._will_tell(self._pushers(), now)
-        self._allowances.walked(report.change, published=report.published)
         effects = super().on_step(report, now)
         if ends:
             self._allowances.ended(self._norm(self._current()), now)

@@ -205,6 +205,50 @@ def test_time_fills_an_allowance_after_the_end_as_steps_did_and_not_for_ever(
     assert allowances.of("newcomer", 0.0) == full, "a new run"
 
 
+@pytest.mark.parametrize("mode", ["gossip-push", "gossip-pull", "push-sum"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_way_of_the_first_step_is_of_no_time_that_is_known(mode: str, steps: int) -> None:
+    """A run of one step had gone its way in the milliseconds until its end was said: all was filled at once."""
+    swarm = OneStart(2, SIZE, "float32", mode=mode, robust=True)
+    swarm.everyone_alive()
+    for _ in range(steps):
+        swarm.now += 1.0
+        swarm.step("a", 0.1)
+    swarm.now += 0.002
+    swarm.step("a", finishing=True)
+    own, length = swarm.nodes["a"].core._allowances, 0.1 * SIZE**0.5
+    own.moved("b", own.of("b", 0.0))
+    own.stood(swarm.now + 0.5)
+    assert own.of("b", 0.0) == pytest.approx((steps - 1) * LIMIT * length * 0.5, rel=0.01)
+
+
+def test_who_goes_and_comes_back_after_the_end_is_not_allowed_again_what_it_has_had() -> None:
+    allowances = trained(10.0, 3.0, {"a": 40.0, "b": 40.0, "c": 40.0})
+    most = sum(allowances._left.values())
+    moved = 0.0
+    for _ in range(9):
+        left = allowances.of("a", 0.0, 40.0)
+        allowances.moved("a", left)
+        moved += left
+        allowances.keep("bc")
+        assert "a" not in allowances._distances, "the dead are no measure of what is usual"
+        allowances.keep("abc")
+    assert moved <= most / 3
+    allowances.trains(11.0)
+    allowances.keep("bc")
+    assert "a" not in allowances._left, "a new run"
+
+
+def test_of_those_who_went_after_the_end_a_bounded_number_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowance, "PEERS_MAX", 5)
+    allowances = trained(10.0, 3.0, {"a": 1.0, "b": 1.0})
+    for number in range(50):
+        allowances.of(f"liar-{number}", 0.0, 1.0)
+        allowances.keep(["a", "b"])
+    assert len(allowances._left) == 5
+    assert {"a", "b", "liar-49"} <= allowances._left.keys(), "the oldest is forgotten"
+
+
 def test_who_has_met_too_few_to_compare_lets_them_all_bring_it_along_when_its_run_ends() -> None:
     for distances in ({"a": 1e9}, {}):
         allowances = trained(10.0, 3.0, distances)
