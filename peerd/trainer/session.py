@@ -38,16 +38,16 @@ from peerd.protocol.trainer import (
     encoded,
 )
 from peerd.protocol.trainer_client import ClientState, TrainerClient
-from peerd.trainer import checkpoint, groups
-from peerd.trainer.checkpoint_writer import CheckpointWriter, wait_for_earlier
+from peerd.trainer import groups
 from peerd.trainer.figures import SAMPLES_MAX, Figures
 from peerd.trainer.gradient_hooks import GradientHooks
 from peerd.trainer.inputs import Inputs
 from peerd.trainer.kept import Kept
 from peerd.trainer.optimizers import forget, kind, learning_rates
+from peerd.trainer.own_checkpoints import OwnCheckpoints, say_restored
 from peerd.trainer.publication import Publication
 from peerd.trainer.ranks import RankCommand, Ranks
-from peerd.trainer.rest import FrozenBase, Rest
+from peerd.trainer.rest import FrozenBase
 from peerd.trainer.say import say
 from peerd.trainer.sharded import ShardedModel, has_shards
 from peerd.trainer.states import require_state
@@ -157,7 +157,6 @@ class Session:
         self._loss = math.nan  # none was said yet
         self._lr_max = 0.0 if past is None else past.lr_max
         self._told_ratio = 1.0  # of the learning rate to the largest, in the last report
-        self._told_failed: str | None = None  # why the last checkpoint was not written
         self._rollbacks = 0
         self._moved_at: int | None = 0  # since which no look has found a change that could have been; None: it was said
         self._client = TrainerClient()
@@ -176,9 +175,6 @@ class Session:
         self._given: list[int] = []  # whether a gradient was, whose mean is owed
         self.changed_in_pass = False  # the model, since the last step, as a backward pass waited for its mean
         self._weight = 1.0  # of a gradient in the mean: samples of the last step, if they were said
-        self.restored_from: Path | None = None
-        self._passed: int | None = None  # the swarm's model is of this step, and there are checkpoints of later ones
-        self._has_put_aside = False  # some of them, in this training
         self._command = RankCommand.GO_ON
         self._is_over = False  # the last checkpoint is written, or is being written
         try:
@@ -233,12 +229,11 @@ class Session:
             raise Refused(f"{cause} ({error}); join small parameters into larger ones") from None
         self._memory.close_fd()
         welcome = self._expect(Welcome)
-        self._checkpoints = Path(welcome.checkpoints)
-        wait_for_earlier(self._checkpoints)
-        if past is None:
-            restored = self._restore()
-        else:
-            self.step, restored = past.step, None
+        self.checkpoints = OwnCheckpoints(
+            Path(welcome.checkpoints), self._model, self._optimizer, flat, self._kept, self._frozen
+        )
+        restored = None if past is not None else self.checkpoints.restore(one_rank=self._ranks == 1)
+        self.step = past.step if past is not None else restored[0] if restored is not None else 0
         self._publish(0, None)
         self._say(Ready(self.step))
         start = self._expect(Start)
@@ -248,13 +243,14 @@ class Session:
         if start.load is not None:
             flat.load(self._memory.copies[start.load])
             is_further = start.step < self.step
-            self._passed = start.step if is_further else None
             self.step = start.step
+            if is_further:
+                self.checkpoints.passed_by(start.step)
             if self._ranks == 1:  # other ranks have yet to read what they resume from
-                self._put_passed_aside()
+                self.checkpoints.put_passed_aside()
         if restored is not None:
             model_of = None if start.load is None else start.step
-            _say_restored(*restored, model_of=model_of, with_state=self._states is not None)
+            say_restored(*restored, model_of=model_of, with_state=self._states is not None)
         elif self.step and past is None:
             self._kept.none_found(self.step)
         if self.step and past is None and groups.has_schedule(self._optimizer) and not self._kept.has_schedule:
@@ -271,46 +267,12 @@ class Session:
         self._wait()
         if past is None:
             self._inputs = Inputs(self._model)
-        rest = Rest(self._model, flat.pieces, flat.signature)
-        self._writer = CheckpointWriter(self._checkpoints, welcome.checkpoint_every_s, rest, self._capture, flat.total)
-        if is_further:  # what came from the one put aside, of the optimizer and else, is in none
-            self._writer.hasten()
+        # what came from the one put aside, of the optimizer and else, is in none
+        self.checkpoints.begin(welcome.checkpoint_every_s, hastens=is_further)
         if self._gradients is not None and isinstance(flat, FlatModel):
             parts = GradientParts(flat, self._gradients, torch.from_numpy(self._memory.gradient))
             self._parts = parts
             self.hooks = GradientHooks(flat, self._optimizer, self._exchange, parts.begin, self._on_gradient)
-
-    def _restore(self) -> tuple[int, bool] | None:
-        """Load the newest good checkpoint: its step, and whether it had a state that fits the optimizer."""
-        generation = checkpoint.newest(self._checkpoints, self.flat.signature, say)
-        if generation is None:
-            return None
-        self.restored_from = self._checkpoints
-        if isinstance(self.flat, ShardedModel):
-            self.flat.about_to_resume(self._checkpoints, generation.step)
-        # of several ranks each would have to know by itself
-        newer = self.flat.private.newer if isinstance(self.flat, FlatModel) and self._ranks == 1 else ()
-        try:
-            whole = checkpoint.restore(generation, self._model, self._optimizer, say, newer)
-        except checkpoint.Damaged as error:
-            say(f"checkpoint of step {generation.step} refused: {error}")
-            return None
-        self.flat.loaded()
-        self._kept.restore(generation.kept, generation.tensors, generation.step)
-        self.step = generation.step
-        return generation.step, whole
-
-    def _put_passed_aside(self) -> None:
-        """Or they would be the newest, were this script started again, or all nodes."""
-        if self._passed is None:
-            return
-        step, self._passed = self._passed, None
-        try:
-            if (aside := checkpoint.put_later_aside(self._checkpoints, step, again=self._has_put_aside)) is not None:
-                self._has_put_aside = True
-                say(f"checkpoints of later steps than {step} are in {aside} now")
-        except OSError as error:
-            say(f"checkpoints of later steps than {step} cannot be put aside: {error.strerror}")
 
     def _expect(self, kind: type[Expected]) -> Expected:
         while True:
@@ -350,9 +312,7 @@ class Session:
         Where the daemon wants nothing of it, a step costs the figures on the board, whatever the size of the model.
         """
         self.step = step
-        if self._passed is not None and not self._writer.is_at_it:  # with one of a later step, perhaps
-            self._put_passed_aside()
-            self._writer.hasten()
+        self.checkpoints.on_step()
         self.changed_in_pass = False
         if self.hooks is not None:
             self.hooks.after_step()
@@ -368,9 +328,8 @@ class Session:
         lr, ratio = self._note(step, now, figures)
         if self._unsaid is not None and not self._publication.under_way:
             self._say_published()
-        if (failed := self._writer.failed) != self._told_failed:
-            self._told_failed = failed
-            self._say(CheckpointFailed(failed))
+        if self.checkpoints.has_news():
+            self._say(CheckpointFailed(self.checkpoints.failed))
         if self._inputs is not None and (digest := self._inputs.after_step()) is not None:
             self._say(Drew(digest))
         if self._board.sent != self._client.heard or now - self._heard_at >= LISTEN_EVERY_S:
@@ -383,7 +342,7 @@ class Session:
         asked = self._client.copy_asked or is_old
         due = self._watch.step(quiet.change if self._watch.change <= quiet.change else math.inf, lr, now)
         rolled_back = False
-        keeps = self._passed is None and self._writer.due(now)
+        keeps = self.checkpoints.due(now)
         looks = due or keeps or must_copy or (may_copy and (asked or quiet.wants_copy(self._watch.change, step)))
         if looks or (figures.loss is not None and not math.isfinite(figures.loss)):
             rolled_back = not self._look(step)
@@ -402,7 +361,7 @@ class Session:
         if at_barrier:
             self._wait()
         if keeps and not rolled_back:
-            self._writer.write(step)
+            self.checkpoints.write(step)
 
     def weigh(self, samples: float) -> None:
         """How many samples the next gradient is of."""
@@ -505,13 +464,10 @@ class Session:
             return
         self._is_over = True
         self.close()
-        if self._passed is not None:
-            wait_for_earlier(self._checkpoints)
-            self._put_passed_aside()
-        self._writer.write_last(step)
-        if (failed := self._writer.failed) != self._told_failed:
+        self.checkpoints.write_last(step)
+        if self.checkpoints.has_news():
             with suppress(UserError):  # a daemon that is gone shows it to nobody
-                request(self.path, "last_checkpoint", pid=os.getpid(), why=failed)
+                request(self.path, "last_checkpoint", pid=os.getpid(), why=self.checkpoints.failed)
 
     @property
     def others(self) -> int:
@@ -529,7 +485,7 @@ class Session:
 
     def _tell_of_the_one_before(self) -> None:
         """In this process."""
-        last, until = _TRAINED.get(self._checkpoints, (None, 0))
+        last, until = _TRAINED.get(self.checkpoints.folder, (None, 0))
         if last is None or not self.step:
             return
         if last() is not self._last_trained:
@@ -563,7 +519,7 @@ class Session:
         groups.let_go(self._optimizer)
         if isinstance(self.flat, FlatModel):
             self.flat.private.let_go()
-        _TRAINED[self._checkpoints] = weakref.ref(self._last_trained), self.step
+        _TRAINED[self.checkpoints.folder] = weakref.ref(self._last_trained), self.step
         self._socket.close()
         self._unpin()
 
@@ -711,7 +667,7 @@ class Session:
         elif isinstance(said, Load):
             self.flat.load(self._memory.copies[said.copy])
             if said.step < self.step:  # this node was cut off, and went further alone
-                self._passed = said.step
+                self.checkpoints.passed_by(said.step)
             self.step = said.step
             self._board.go_on_from(self.step)
             if self._states is not None and self._client.state is ClientState.WITH_GRADIENT:
@@ -746,21 +702,6 @@ class Session:
         forget(self._optimizer)
         self._command = RankCommand.ROLLED_BACK
 
-    def _capture(self, step: int, stands: bool) -> checkpoint.Generation:
-        if isinstance(self.flat, ShardedModel):
-            self.flat.about_to_capture()
-        frozen = self._frozen.unchanged(self._model)
-        try:
-            return checkpoint.capture(
-                self._model, self._optimizer, step, self.flat.signature, frozen, self._kept, stands=stands
-            )
-        except Exception as error:
-            if isinstance(self.flat, ShardedModel):  # the other ranks wait for this one's part
-                raise SystemExit(
-                    f"peerd: no checkpoint can be made of the ranks' shards at step {step}: {error}"
-                ) from None
-            raise
-
 
 def _exchange_of(socket: LocalSocket) -> tuple[bool, bool, str]:
     """Whether members give each other gradients, whether the optimizer's state belongs to the model then, and by which
@@ -774,19 +715,3 @@ def _exchange_of(socket: LocalSocket) -> tuple[bool, bool, str]:
             say("waiting for the daemon's answer; if its process is stopped, kill -CONT lets it go on")
     # a daemon that knows no such question exchanges weights
     return said.get("exchange") == "gradients", said.get("optimizer") is True, str(said.get("server_optimizer") or "")
-
-
-def _say_restored(step: int, whole: bool, *, model_of: int | None, with_state: bool) -> None:
-    """Said once it is known whose model the training starts from: the daemon may have one, `model_of` a step.
-
-    `with_state`: the optimizer's is a part of it.
-    """
-    found, given = f"the checkpoint of step {step}", f"the model of step {model_of} comes from the daemon"
-    if model_of is None:
-        say(f"resumed from {found}" if whole else f"resumed from {found}, which has no state that fits the optimizer")
-    elif with_state:
-        say(f"{given}, and so is the optimizer's state, in place of that of {found}")
-    elif whole:
-        say(f"{given}; the optimizer's state is this node's own, from {found}")
-    else:
-        say(f"{given}; {found}, this node's own, has no state that fits the optimizer")

@@ -141,7 +141,7 @@ def _come(
                 session.step if session is not None else 0,
             )
             if session is not None and isinstance(session.flat, FlatModel):
-                ranks.share_path(session.restored_from)
+                ranks.share_path(session.checkpoints.restored_from)
                 ranks.share(session.flat)
         kept.came()
         again = open_on if session is not None and ranks is None else None

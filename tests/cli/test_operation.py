@@ -411,6 +411,8 @@ def test_a_script_that_goes_to_another_folder_finds_its_node_and_its_checkpoints
         )
         node.trains()
         node.eventually(lambda: [*(machine.path / "kept" / "checkpoints").glob("step-*/manifest.json")])
+        if resumes:  # the node knows of a step before the script says so
+            node.says("resumed from the checkpoint of step")
         assert ("resumed from the checkpoint of step" in node.log) is resumes
         exported = machine.peerd("export", machine.path / "m.safetensors", "--complete", "--force")
         assert exported.returncode == 0, exported.stderr

@@ -600,13 +600,13 @@ def test_checkpoints_of_a_past_that_the_swarm_did_not_take_are_put_aside(
         with peerd.attach(*normed()) as swarm:
             own = swarm._session
             assert own is not None
-            folders.append(own._checkpoints)
-            while not any(step >= 10 for step in map(step_of, generations(own._checkpoints))):
+            folders.append(own.checkpoints.folder)
+            while not any(step >= 10 for step in map(step_of, generations(own.checkpoints.folder))):
                 swarm.step()
             own._obey(Load(own._client.published_to, 3))
             assert swarm.step_count == 3
             swarm.step()
-            while not ends and 4 not in map(step_of, generations(own._checkpoints)):
+            while not ends and 4 not in map(step_of, generations(own.checkpoints.folder)):
                 time.sleep(0.01)
                 own.on_step(4, Figures(None, 0, {}))
         assert swarm.step_count == 4
@@ -872,11 +872,11 @@ def test_a_checkpoint_of_a_training_that_was_broken_off_is_written_to_its_end(
         model, optimizer = linear()
         with suppress(KeyboardInterrupt), peerd.attach(model, optimizer) as swarm:
             assert swarm._session is not None
-            swarm._session._writer._thread.join()
-            swarm._session._writer.hasten()
+            swarm._session.checkpoints._writer._thread.join()
+            swarm._session.checkpoints._writer.hasten()
             swarm.step()
             assert begun.wait(60)
-            writes = swarm._session._writer._thread
+            writes = swarm._session.checkpoints._writer._thread
             raise KeyboardInterrupt
         with peerd.attach(model, optimizer) as swarm:
             swarm.step()
