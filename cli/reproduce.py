@@ -69,6 +69,7 @@ def reproduce(
     check_file("--report", report.with_suffix(".json"), ".json")
     size = Size.TINY if tiny else Size.QUICK if quick else Size.FULL
     store = CellStore(cells or default_folder())
+    store.check()
     reports, seldom = [], Seldom()
     try:
         for experiment in chosen.values():

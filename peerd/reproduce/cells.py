@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -45,8 +46,16 @@ class CellStore:
     """The finished cells of all experiments. A cell is found again if it and peerd's sources are the same."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder is made when there is something to keep."""
         self._folder = folder
+
+    def check(self) -> None:
+        """Make the folder, before there is anything to keep: what cannot be kept need not be measured. UserError."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self._folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise UserError(f"--cells {self._folder}: {error.strerror}; choose another place") from None
 
     def find(self, experiment: Experiment, cell: Cell) -> Kept | None:
         """None: nothing yet, or what is kept is damaged."""

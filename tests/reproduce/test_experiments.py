@@ -243,6 +243,8 @@ def test_the_verb_writes_a_page_and_resumes(tmp_path: Path) -> None:
         (["E7", "--quick", "--tiny"], "say one of them"),
         (["E7", "--report", "page.txt"], "must end in .html"),
         (["E7", "--report", "nowhere/at/all/page.html"], "no such folder"),
+        (["E7", "--tiny", "--cells", "/dev/null/cells"], "--cells /dev/null/cells: Not a directory; choose another"),
+        (["E7", "--tiny", "--cells", "/proc/cells"], "--cells /proc/cells: No such file"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str) -> None:
