@@ -139,7 +139,7 @@ def test_a_use_that_cannot_be_noted_is_not_granted(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("peerd.security.token_store.replace", full)
+        patch.setattr("peerd.security.token_store.durable.replace", full)
         with pytest.raises(UserError, match="No space left"):
             use(store, it, "a")
     assert isinstance(use(store, it, "b"), Kept)
