@@ -1,9 +1,9 @@
 """What waits for one peer, and what need not be said (again)? One core for the daemon and for the simulator.
 
 What a mode says again because it has had no answer may still wait here, on a thin line: then it is not queued twice. A
-message that supersedes others takes the place of an older one of its type; not of one that is leaving. What is not said
-again outlives a connection that breaks. Each answer of a peer that asks and does not listen would be a model's bytes
-more, so bulk is bounded by those.
+message that supersedes others takes the place of an older one of its type; not of one that is leaving. Where what is
+said comes in stages, what waits of an earlier one is dropped. What is not said again outlives a connection that breaks.
+Each answer of a peer that asks and does not listen would be a model's bytes more, so bulk is bounded by those.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ Item = TypeVar("Item")
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[Item]):
     said: Hashable
+    series: Hashable  # what has stages
+    stage: int
     item: Item
     repeated: bool
     bulk: int  # bytes of its chunks
@@ -52,18 +54,23 @@ class PeerQueue(Generic[Item]):
 
         Of chunks at most `bulk_max` bytes wait and leave, but for a message that is the only one with any.
         """
-        said = (scope, message.said)
+        said, series = (scope, message.said), (scope, type(message))
+        if any(other.series == series and other.stage < message.stage for other in self._waiting):
+            self._waiting = deque(
+                other for other in self._waiting if other.series != series or other.stage >= message.stage
+            )
         at = next((at for at, other in enumerate(self._waiting) if other.said == said), None)
         bulk = sum(memoryview(chunk).nbytes for chunk in getattr(message, "chunks", ()))
+        waiting = _Waiting(said, series, message.stage, item, message.repeated, bulk)
         if message.supersedes and at is not None:
-            self._waiting[at] = _Waiting(said, item, message.repeated, bulk)
+            self._waiting[at] = waiting
             return True
         if len(self) >= QUEUE_MAX or at is not None or (said == self._leaving and not message.supersedes):
             return False
         held = self._bulk_leaving + sum(other.bulk for other in self._waiting) if bulk else 0
         if held and held + bulk > bulk_max:
             return False
-        self._waiting.append(_Waiting(said, item, message.repeated, bulk))
+        self._waiting.append(waiting)
         return True
 
     def take(self) -> Item:

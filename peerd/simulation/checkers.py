@@ -30,7 +30,7 @@ from peerd.transport.messages import Delta, State
 
 QUEUED_MAX = 16
 """Messages to one peer: an exchange, its repeat and the life of a link, for either direction of news; or of a round, a
-window of pieces, the confirmations of another, and what is ordered and reported."""
+window of pieces, the confirmations of another, and what is ordered and reported. And there is a word on each leader."""
 SILENCE_SLACK_S = 30.0  # a partner may be busy, and an exchange takes its time on a thin line
 LAST_WORD_FLIGHTS = 4  # of a dial, and of a table each way: what a suspect is asked for before it is declared failed
 SHARE_TOLERANCE, TINY = 1e-4, 1e-30
@@ -219,7 +219,7 @@ class Checkers:
 
     def queue(self, node: NodeId, peer: NodeId, queued: int) -> None:
         """What waits for one peer is bounded by what its mode has under way."""
-        if queued > QUEUED_MAX:
+        if queued > QUEUED_MAX + len(self._latest):
             self.fail(f"{node} has {queued} messages waiting for {peer}")
 
     def conserved(self, received: Vector, models: list[Vector]) -> None:

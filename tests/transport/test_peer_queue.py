@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peerd.transport.messages import (
     Applied,
     Delta,
+    LeaderPassed,
     LinkClosed,
     Message,
     ModelRequest,
@@ -19,12 +20,13 @@ from peerd.transport.messages import (
     PairAnswer,
     Pushed,
     RoundPhase,
+    RoundPieces,
     RoundReport,
     Weights,
 )  # fmt: skip
 from peerd.transport.peer_queue import QUEUE_MAX, PeerQueue
 
-SUPERSEDING = RoundReport | PairAnswer | Pushed
+SUPERSEDING = RoundReport | PairAnswer | Pushed | LeaderPassed
 
 
 def report(number: int) -> RoundReport:
@@ -39,7 +41,13 @@ def weights(clock: int, worker: str, final: bool, chunk: bytes) -> Weights:
     return Weights(0, 1, "s", clock, (Applied(worker, 1, 1),), final, (), (chunk,))
 
 
+def pieces(attempt: int, seq: int, chunk: bytes) -> RoundPieces:
+    return RoundPieces(1, attempt, (seq,), (chunk,))
+
+
 messages: st.SearchStrategy[Message] = st.one_of(
+    st.builds(pieces, st.integers(0, 2), st.integers(0, 2), st.sampled_from([b"a", b"b"])),
+    st.builds(LeaderPassed, st.sampled_from("ab"), st.integers(0, 3), st.booleans()),
     st.integers(0, 3).map(report),
     st.builds(half, st.integers(0, 3), st.sampled_from([b"a", b"b"])),
     st.integers(0, 3).map(lambda link: LinkClosed(link, 1)),
@@ -59,6 +67,7 @@ def test_it_is_what_a_list_with_the_same_rules_is(script: list[tuple[Any, ...]])
     for what, *told in script:
         if what == "put":
             message, scope = told
+            waiting = deque((other, one) for other, one in waiting if other != scope or not is_past(one, message))
             same = [at for at, (other, one) in enumerate(waiting) if other == scope and alike(one, message)]
             is_leaving = leaving is not None and leaving[0] == scope and alike(leaving[1], message)
             news = queue.put(message, (scope, message), scope)
@@ -93,9 +102,18 @@ def alike(one: Message, other: Message) -> bool:
         return (one.clock, one.answers, one.final) == (other.clock, other.answers, other.final)
     if isinstance(one, PairAnswer) and isinstance(other, PairAnswer):
         return one == other or not (one.accepts or other.accepts)
+    if isinstance(one, RoundPieces) and isinstance(other, RoundPieces):
+        return (one.attempt, one.seqs) == (other.attempt, other.seqs)
+    if isinstance(one, LeaderPassed) and isinstance(other, LeaderPassed):
+        return one.leader == other.leader
     if isinstance(one, Pushed) and isinstance(other, Pushed):
         return one.link == other.link
     return type(one) is type(other) and (isinstance(one, RoundReport | ModelSnapshot) or one == other)
+
+
+def is_past(one: Message, message: Message) -> bool:
+    """Nobody needs the pieces of an attempt once another one has begun."""
+    return isinstance(one, RoundPieces) and isinstance(message, RoundPieces) and one.attempt < message.attempt
 
 
 def about_a_model(message: Message) -> bool:

@@ -384,7 +384,8 @@ class Rounds:
             return []
         outcomes = self._pass_by(now)
         ours = self._passing.counts.get(word.leader, 0)
-        return outcomes if ours >= word.times else [*outcomes, Send(sender, LeaderPassed(word.leader, ours))]
+        answer = LeaderPassed(word.leader, ours, word.leader in self._passing.unreached)
+        return outcomes if ours >= word.times else [*outcomes, Send(sender, answer)]
 
     def _changed_leader(self, now: float) -> list[Outcome]:
         before, asked = self._leads, self._follow(now)

@@ -64,6 +64,11 @@ class Message:
     """Of bulk: the fields that a message and its repetition have in common; its chunks are not worth comparing."""
 
     @property
+    def stage(self) -> int:
+        """What waits of its type and of an earlier stage is worth nothing."""
+        return 0
+
+    @property
     def said(self) -> Hashable:
         """Equal for a message and its repetition."""
         if self.supersedes:

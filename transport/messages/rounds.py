@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import ClassVar
@@ -87,6 +88,11 @@ class RoundPieces(Message):
     seqs: tuple[int, ...]
     chunks: Chunks
 
+    @property
+    def stage(self) -> int:
+        """Of an attempt before its sender's last one all have the result, or nobody wants it."""
+        return self.attempt
+
 
 @dataclass(frozen=True, slots=True)
 class PiecesTaken(Message):
@@ -114,9 +120,15 @@ class LeaderPassed(Message):
     """`leader` has kept the sender waiting for rounds, in vain, so often; less than before: its last life said that."""
 
     KIND: ClassVar[int] = 69
+    supersedes: ClassVar[bool] = True
     leader: Name
     times: int
     unreached: bool = False  # as no connection to it can be made, by the sender or by who told it so
+
+    @property
+    def said(self) -> Hashable:
+        """Of one leader the last word counts."""
+        return (type(self), self.leader)
 
 
 @dataclass(frozen=True, slots=True)
