@@ -186,6 +186,8 @@ class Swarm:
         self.crashed += 1
         self.network.drop(index)
         node.crash()
+        if node.trainer is not None and not isinstance(node.trainer.mode, PushSum):
+            node.trainer = None  # a model, for each life of a long run; of push-sum it knows what of its mass had come
         for other in self.nodes.values():
             if not (self.network.cut(index, other.index) or self.network.cut(other.index, index)):
                 other.reset(node.id)
