@@ -43,7 +43,7 @@ def status(
     \b
     consensus distance  of models from the swarm's mean, relative to their norm,
                         as the last exchanges found it, before they lessened it
-    PARTNER (this)      the node itself, where it serves what the mode needs
+    PARTNER (this)      the node itself, where it holds the centre of elastic
     EXCHANGES, ROUNDS   with that partner since this mode began
     DISTANCE            of the two models at their last exchange, absolute
                         (of gradients: of this node's from their mean)
@@ -55,6 +55,8 @@ def status(
                         silence for a minute, period, always, or its finishing;
                         with parameter servers, how many of the model's shards
                         that partner serves: "1 of its shards"
+    STALENESS, PUSHES   where this node serves parameters: how many of its steps
+                        old a worker's push was when it came; how many were so
     models sent whole   to newcomers and new partners; all else is differences
     event loop late     by how much the daemon (not the training) was behind
 
@@ -199,7 +201,9 @@ def _print_text(answer: dict[str, Any]) -> None:
         print_table(*_links(answer))
     if staleness := {int(steps): count for steps, count in answer["staleness"].items()}:
         pushes, most = sum(staleness.values()), max(staleness)
-        echo(f"served {pushes} pushes; staleness {mean_of(staleness):.2f} on average, {most} at most")
+        echo(
+            f"served {pushes} push{'es' * (pushes != 1)}; staleness {mean_of(staleness):.2f} on average, {most} at most"
+        )
         print_table(["STALENESS", "PUSHES", "SHARE"], _histogram(staleness))
     decisions = {key[8:]: value for key, value in answer["counts"].items() if key.startswith("trigger_")}
     if decisions:

@@ -285,11 +285,13 @@ def test_what_a_crash_took_is_named(monkeypatch: pytest.MonkeyPatch, cut: int) -
 
 
 @pytest.mark.parametrize(
-    ("staleness", "rows"),
+    ("staleness", "served", "rows"),
     [
-        ({0: 5, 2: 15}, [["0", "5", "25.0%"], ["2", "15", "75.0%"]]),
+        ({0: 1}, "1 push", [["0", "1", "100.0%"]]),
+        ({0: 5, 2: 15}, "20 pushes", [["0", "5", "25.0%"], ["2", "15", "75.0%"]]),
         (
             {0: 1, 12: 2, 25: 1},
+            "4 pushes",
             [
                 ["0", "to", "2", "1", "25.0%"],
                 ["12", "to", "14", "2", "50.0%"],
@@ -299,7 +301,7 @@ def test_what_a_crash_took_is_named(monkeypatch: pytest.MonkeyPatch, cut: int) -
     ],
 )
 def test_how_stale_pushes_were(
-    monkeypatch: pytest.MonkeyPatch, staleness: dict[int, int], rows: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, staleness: dict[int, int], served: str, rows: list[list[str]]
 ) -> None:
     """The whole histogram, in a few rows, none of them empty."""
     answer = {**ANSWER, "exchanges": 0, "counts": {}, "links": [], "staleness": staleness}
@@ -307,6 +309,7 @@ def test_how_stale_pushes_were(
     monkeypatch.setattr("peerd.cli.status.request", lambda path, verb: json.loads(json.dumps(answer)))
     shown = CliRunner().invoke(app, ["status"], catch_exceptions=False).stdout.splitlines()
     (head,) = (number for number, line in enumerate(shown) if line.startswith("STALENESS"))
+    assert shown[head - 1].startswith(f"served {served}; ")
     table = [line.split() for line in shown[head + 1 :]]
     assert table == rows
 
