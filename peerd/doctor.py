@@ -296,7 +296,8 @@ def _peer(peer: Address, told: Told | None) -> Iterator[Finding]:
                 yield _lets_in(peer, told.token)
             # by the user's own authority, which is made then, a start would be refused
             state, cure = ("fail", OF_REFUSALS["authority"]) if told.loopback and told.token is None else ("note", "")
-            yield Finding("peer", state, "no speed measured: members answer members only, and this is none yet", cure)
+            why = "no speed measured, as it answers members only, and this node is none yet"
+            yield Finding("peer", state, f"{shown(peer)}: {why}", cure)
         else:
             yield _speed(peer, mine)
 

@@ -59,6 +59,7 @@ def test_a_member_that_would_refuse_the_first_node_of_a_user_fails(
         join = (shown(member.getsockname()),)
         (*_, last) = found(Settings(bind="127.0.0.1:0", join=join), "peer")
     assert (last.state, last.cure) == ("fail", doctor.OF_REFUSALS["authority"])
+    assert last.found.startswith(f"{join[0]}: "), "of several it says which"
     assert not any(tmp_path.iterdir()), "it makes none itself"
 
 
