@@ -59,7 +59,7 @@ class ModeSettings:
     )
     overlap: str = _option(AUTO, "training during a round: blocking, quorum, delayed, hpsgd; auto: the mode's own")
     topology: str = _option(AUTO, "of an all-reduce: auto, ring, tree:K, halving; of servers: adv:K")
-    servers: int = _option(1, "members that serve the parameters, each a part", most=128)
+    servers: int = _option(1, "parts of the parameters, each served by some member", most=128)
     outer_lr: str = _option(
         AUTO, f"of the outer step: a number above 0, at most {OUTER_LR_MAX:g}; auto: the mode's own", Scope.ALIKE
     )
