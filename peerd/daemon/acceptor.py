@@ -9,6 +9,7 @@ import trio
 
 from peerd.daemon.cures import cured
 from peerd.daemon.membership_service import MembershipService
+from peerd.daemon.offences import unproved_host
 from peerd.daemon.peers import Peers
 from peerd.daemon.trainer_service import TrainerService
 from peerd.node.receive_budget import ReceiveBudget
@@ -107,7 +108,7 @@ class Acceptor:
             return
         me = Welcome(self._me.id, self._me.name, self._me.epoch)
         hello = await answer(connection, partial(self._check, connection), me, self._instead)
-        who = (hello.node, connection.host)
+        who = (hello.node, unproved_host(connection))
         self._nodes[connection] = hello.node
         _close(self._greeted.enter(connection, who, trio.current_time()), "others need the room")
         connection.on_bulk = partial(self._on_bulk, connection)
@@ -179,15 +180,15 @@ class Acceptor:
         who = self._who(connection)
         if isinstance(error, Blameless):
             return self._seldom.is_news(connection.host, who, told, now=trio.current_time())
-        return not self._offences.refused_s(who, connection.host)
+        return not self._offences.refused_s(who, unproved_host(connection))
 
     def _strike(self, connection: Connection, error: Exception) -> None:
         """Count it, and drop what else this peer has here."""
-        node = self._who(connection)
-        self._offences.strike(node, connection.host, error)
+        node, host = self._who(connection), unproved_host(connection)
+        self._offences.strike(node, host, error)
         if node and not isinstance(error, Blameless):
-            _close(self._greeted.of((node, connection.host)), "its peer broke the rules")
-            self._peers.cut(node, connection.host)
+            _close(self._greeted.of((node, host)), "its peer broke the rules")
+            self._peers.cut(node, host)
 
     def _called(self, connection: Connection) -> str:
         """By the log."""
@@ -198,7 +199,7 @@ class Acceptor:
         return self._nodes.get(connection) or connection.identity or ""
 
     def _check_heard(self, node: NodeId, connection: Connection) -> None:
-        if self._offences.refused_s(node, connection.host):
+        if self._offences.refused_s(node, unproved_host(connection)):
             raise ConnectionLost(f"{connection.remote}: closed, it broke the rules too often")
 
     def raise_payload_limits(self) -> None:

@@ -1,7 +1,8 @@
 """What becomes of a peer that breaks the rules, or says what a core did not foresee? It is dropped, never the daemon.
 
-A peer is its node id and its host together: ids are believed, so one alone would let anybody have an honest node
-refused. Who never greeted is its host; not loopback, which all nodes of a small swarm share.
+A peer is its node id, where a certificate has proved that: the addresses of one are as many as it likes. Else it is
+the id and its host together: ids are believed, so one alone would let anybody have an honest node refused. Who never
+greeted is its host; not loopback, which all nodes of a small swarm share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import trio
 from peerd.node.strikes import Strikes
 from peerd.process.logs import LOGGER
 from peerd.training.modes.own_mode import whose
+from peerd.transport.connection import Connection
 from peerd.transport.errors import Blameless
 from peerd.transport.ids import NodeId
 
@@ -32,7 +34,7 @@ class Offences:
         self._told: set[tuple[type[Exception], str, int]] = set()
 
     def strike(self, node: NodeId, host: str, error: Exception) -> None:
-        """A peer caused this error; `node` is "" where it has not greeted."""
+        """A peer caused this error; `node` is "" where it has not greeted, `host` where it has proved its id."""
         if isinstance(error, Blameless) or not _can_be_struck(node, host):
             return
         self.counts["strikes"] += 1
@@ -46,7 +48,10 @@ class Offences:
 
     def refused_s(self, node: NodeId, host: str) -> float:
         """For how many seconds a peer is not heard; 0: it is."""
-        return self._strikes.refused_s((node, host), trio.current_time()) if _can_be_struck(node, host) else 0.0
+        if not _can_be_struck(node, host):
+            return 0.0
+        now = trio.current_time()
+        return max(self._strikes.refused_s(who, now) for who in ((node, host), (node, "")))
 
     def forgive(self, node: NodeId) -> None:
         """Hold nothing against this node, wherever it was."""
@@ -62,6 +67,11 @@ class Offences:
             own = whose(error)
             where = f"a bug in {own}" if own is not None else "a bug in peerd, please report it"
             LOGGER.error("%s: %s; this node goes on", what, where, exc_info=error)
+
+
+def unproved_host(connection: Connection) -> str:
+    """Where the other end is, as far as that says who it is; "": it has proved its id."""
+    return "" if connection.identity else connection.host
 
 
 def _can_be_struck(node: NodeId, host: str) -> bool:

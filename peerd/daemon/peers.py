@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from peerd.daemon.offences import Offences
+from peerd.daemon.offences import Offences, unproved_host
 from peerd.process.logs import LOGGER
 from peerd.transport.connection import Connection, ConnectionLost, NobodyListens, Transport
 from peerd.transport.errors import PeerError
@@ -115,7 +115,7 @@ class Peers:
 
     def cut(self, peer: NodeId, host: str) -> None:
         """Close the connection to a peer at this host, which broke the rules; it is made anew when that is forgiven."""
-        if (connection := self._connections.get(peer)) is not None and connection.host == host:
+        if (connection := self._connections.get(peer)) is not None and unproved_host(connection) == host:
             connection.drop(ConnectionLost(f"{connection.remote}: closed, it broke the rules"))
 
     def shut_out(self, peer: NodeId, why: str) -> None:
@@ -183,7 +183,7 @@ class Peers:
                             raise ConnectionLost(f"another node answers at {connection.remote}")
                         greeted = True
                         self._note_reach(peer, box, None)
-                        if refused_s := self.offences.refused_s(peer, connection.host):
+                        if refused_s := self.offences.refused_s(peer, unproved_host(connection)):
                             delay_s = max(RETRY_MAX_S, min(refused_s, REFUSED_RETRY_S))
                             raise ConnectionLost(f"{connection.remote}: it broke the rules too often")
                         if (why_not := await connection.upgrade()) and why_not != stays:
@@ -202,7 +202,7 @@ class Peers:
                         try:
                             await self._write(peer, connection, box)
                         except PeerError as error:
-                            self.offences.strike(peer, connection.host, error)
+                            self.offences.strike(peer, unproved_host(connection), error)
                             raise
                     finally:
                         if self._connections.pop(peer, None) is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from peerd.settings import Settings
 from peerd.training.codecs import vector
 from peerd.training.codecs.vector import Layout
 from peerd.training.refusal import REFUSED_S
-from peerd.transport.admission import GREETED_MAX, UNPROVED_IDLE_S
+from peerd.transport.admission import GREETED_MAX, GREETED_PER_PEER_MAX, UNPROVED_IDLE_S
 from peerd.transport.connection import Connection, ConnectionLost
 from peerd.transport.errors import Blameless, PeerError, UserError
 from peerd.transport.framing import FrameReader, frames
@@ -187,6 +188,59 @@ async def test_strangers_have_no_member_refused_that_shares_their_host(identity:
         else:
             with pytest.raises(ConnectionLost):
                 await greet(connection, hello("good"))
+
+
+@asynccontextmanager
+async def addresses_without_end(there: There, prove: bool) -> AsyncIterator[Callable[[NodeId], Awaitable[Any]]]:
+    """What dials as this node, from another host each time."""
+    numbers = itertools.count(1)
+    serve = there.acceptor.accept
+    id = ""
+
+    async def accept(connection: Connection) -> None:
+        assert isinstance(connection, StreamConnection)
+        connection.identity, connection.host = id if prove else None, f"10.0.0.{next(numbers)}"
+        await serve(connection)
+
+    async def dial(who: NodeId) -> StreamConnection:
+        nonlocal id
+        id = who
+        connection = await there.network.transport("theirs").dial(("me", 2))
+        assert isinstance(connection, StreamConnection)
+        await greet(connection, hello(who))
+        return connection
+
+    await there.nursery.start(there.network.transport("me").listen, ("me", 2), accept)
+    yield dial
+
+
+async def test_a_member_of_many_addresses_keeps_nobody_out() -> None:
+    """Each of its connections is of use; four of them are as many as one node needs, wherever they come from."""
+    async with setting("many", "good") as there, addresses_without_end(there, prove=True) as dial:
+        held = []
+        for _ in range(GREETED_MAX + 2):
+            held.append(await dial("many"))
+            await held[-1].send(MemberTable("many", ()))
+            await held[-1].receive()
+        good = await dial("good")
+        await good.send(MemberTable("good", ()))
+        assert await good.receive() == MemberTable("good", ())
+        assert not any([await is_closed(connection) for connection in (good, *held[-GREETED_PER_PEER_MAX:])])
+        assert all([await is_closed(connection) for connection in held[:-GREETED_PER_PEER_MAX]])
+
+
+@pytest.mark.parametrize("prove", [True, False])
+async def test_who_has_proved_its_id_is_refused_at_any_address(prove: bool) -> None:
+    """An id that is believed alone would have an honest node refused."""
+    async with setting("bad") as there, addresses_without_end(there, prove) as dial:
+        there.error = PeerError("a bad gain")
+        for _ in range(STRIKES_MAX):
+            bad = await dial("bad")
+            await bad.send(LinkOpen(1))
+            assert await is_closed(bad)
+        assert bool(there.peers.offences.refused_s("bad", "10.0.0.99")) == prove
+        with pytest.raises(ConnectionLost) if prove else nullcontext():
+            await dial("bad")
 
 
 async def test_a_host_that_is_refused_is_said_once_a_minute_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:
