@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 ACCEPTS_PER_S = 50.0  # a TLS handshake costs 2.65 ms of CPU for both ends: 50/s is under 14 % of a core
 BURST = 100.0
+REFUSAL_COSTS = 0.05  # of an accept: a connection that is closed at once takes .1 ms
 PENDING_MAX = 32
 MAKES_WAY_AFTER_S = 1.0  # in a handshake, where others wait; it takes three round trips and 2.65 ms of CPU
 PENDING_PER_HOST_MAX = 4  # not for loopback, where all tests and many small swarms live
@@ -57,10 +58,11 @@ class Admission:
 
     def enter(self, host: str, now: float) -> int | None:
         """Count an accepted connection as pending; its number. None: close it at once, its host has too many."""
-        self._tokens -= 1.0
         if self._of_hosts()[host] >= PENDING_PER_HOST_MAX and not ipaddress.ip_address(host).is_loopback:
             self.refused += 1
+            self._tokens -= REFUSAL_COSTS
             return None
+        self._tokens -= 1.0
         number = next(self._numbers)
         self._pending[number] = host, now
         self.accepted += 1

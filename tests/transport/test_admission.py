@@ -53,6 +53,18 @@ def test_one_host_has_four_in_their_handshake() -> None:
     assert admission.refused == 2
 
 
+def test_a_host_that_is_closed_at_once_takes_nobodys_turn() -> None:
+    """It costs no handshake: 200 a second from one host would have all others wait behind them."""
+    admission, now = Admission(now=0.0), 0.0
+    for _ in range(5 * int(ACCEPTS_PER_S + BURST)):
+        now += 0.005
+        assert admission.delay_s(now) == 0.0
+        admission.enter("10.0.0.1", now)
+    for host in range(int(BURST) // 2):
+        assert admission.delay_s(now) == 0.0
+        admission.leave(entered(admission, f"10.0.1.{host}", now))
+
+
 def test_loopback_is_exempt_up_to_the_total() -> None:
     admission = Admission(now=0.0)
     for host in ("127.0.0.1", "::1") * (PENDING_MAX // 2):
