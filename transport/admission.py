@@ -58,7 +58,7 @@ class Admission:
 
     def enter(self, host: str, now: float) -> int | None:
         """Count an accepted connection as pending; its number. None: close it at once, its host has too many."""
-        if self._of_hosts()[host] >= PENDING_PER_HOST_MAX and not ipaddress.ip_address(host).is_loopback:
+        if self.refuses(host):
             self.refused += 1
             self._tokens -= REFUSAL_COSTS
             return None
@@ -67,6 +67,11 @@ class Admission:
         self._pending[number] = host, now
         self.accepted += 1
         return number
+
+    def refuses(self, host: str) -> bool:
+        """Whether it has too many pending: where others wait, one, so that few hosts hold up nobody else."""
+        most = 1 if self.full else PENDING_PER_HOST_MAX
+        return self._of_hosts()[host] >= most and not ipaddress.ip_address(host).is_loopback
 
     def admit(self, number: int) -> None:
         """Count a connection as pending no longer: its handshake is over. It counts once."""
@@ -77,10 +82,14 @@ class Admission:
         self.admit(number)
         self.accepted -= 1
 
-    def makes_way(self, now: float) -> int | None:
-        """Which pending connection is to be closed, where somebody waits: the oldest of the host that has the most."""
-        old = [number for number, (_, since) in self._pending.items() if now >= since + MAKES_WAY_AFTER_S]
+    def makes_way(self, now: float, host: str = "") -> int | None:
+        """Which pending connection is to be closed, where somebody waits: the oldest of the host that has the most.
+
+        Where that has several, and the `host` that waits has none, it need not be slow.
+        """
         hosts = self._of_hosts()
+        after_s = 0.0 if host and not hosts[host] and max(hosts.values(), default=0) > 1 else MAKES_WAY_AFTER_S
+        old = [number for number, (_, since) in self._pending.items() if now >= since + after_s]
         return max(old, key=lambda number: hosts[self._pending[number][0]], default=None)
 
     @property

@@ -199,8 +199,6 @@ class _Listener:
 
     async def run(self) -> None:
         while True:
-            while self._admission.full:
-                await self._make_room()
             await trio.sleep(self._admission.delay_s(trio.current_time()))
             try:
                 sock, peer = self._sock.accept()
@@ -211,17 +209,23 @@ class _Listener:
                 await trio.sleep(PAUSE_S if error.errno in EXHAUSTED else 0)
             else:
                 sock.setblocking(False)
-                where = unmapped(peer)
-                number = self._admission.enter(where[0], trio.current_time())
-                if number is not None:
-                    self._nursery.start_soon(self._serve, sock, where, number)
-                else:
-                    sock.close()
+                await self._let_in(sock, unmapped(peer))
 
-    async def _make_room(self) -> None:
-        """Where somebody waits, who is slow in its handshake makes way: half of one costs a stranger nothing."""
-        await trio.lowlevel.wait_readable(self._sock)
-        if (number := self._admission.makes_way(trio.current_time())) in self._connections:
+    async def _let_in(self, sock: socket.socket, where: Address) -> None:
+        number = None
+        try:
+            while self._admission.full and not self._admission.refuses(where[0]):
+                await self._make_room(where[0])
+            number = self._admission.enter(where[0], trio.current_time())
+        finally:
+            if number is None:
+                sock.close()
+        if number is not None:
+            self._nursery.start_soon(self._serve, sock, where, number)
+
+    async def _make_room(self, host: str) -> None:
+        """For one that waits, who is slow in its handshake makes way: half of one costs a stranger nothing."""
+        if (number := self._admission.makes_way(trio.current_time(), host)) in self._connections:
             self._connections[number].drop(ConnectionLost("closed, it was slow, and others wait"))
             self._admission.admit(number)
         elif self._admission.full:

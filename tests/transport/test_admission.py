@@ -65,6 +65,29 @@ def test_a_host_that_is_closed_at_once_takes_nobodys_turn() -> None:
         admission.leave(entered(admission, f"10.0.1.{host}", now))
 
 
+def test_where_others_wait_a_host_has_one_and_makes_way_for_one_that_has_none() -> None:
+    """How long it has been slow does not count then: nine hosts could hold up all others."""
+    admission = Admission(now=0.0)
+    hosts = [f"10.0.0.{n}" for n in range(9)]
+    numbers = {entered(admission, hosts[n % 9], 1e-3 * n): hosts[n % 9] for n in range(PENDING_MAX)}
+    assert admission.full
+    assert all(admission.refuses(host) for host in hosts)
+    assert not admission.refuses("10.0.1.1")
+    assert admission.makes_way(0.1, hosts[0]) is None
+    leaves = admission.makes_way(0.1, "10.0.1.1")
+    assert leaves is not None
+    assert list(numbers.values()).count(numbers[leaves]) == 4, "of those that have the most"
+    assert leaves < 9, "the oldest"
+
+
+def test_nobody_who_has_just_come_makes_way_where_each_host_has_one() -> None:
+    admission = Admission(now=0.0)
+    for n in range(PENDING_MAX):
+        entered(admission, f"10.0.0.{n}", 0.0)
+    assert admission.makes_way(0.9 * MAKES_WAY_AFTER_S, "10.0.1.1") is None
+    assert admission.makes_way(MAKES_WAY_AFTER_S, "10.0.1.1") is not None
+
+
 def test_loopback_is_exempt_up_to_the_total() -> None:
     admission = Admission(now=0.0)
     for host in ("127.0.0.1", "::1") * (PENDING_MAX // 2):

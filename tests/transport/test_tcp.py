@@ -230,6 +230,18 @@ async def test_who_is_slow_in_its_handshake_makes_way_where_others_wait(monkeypa
         await connections[-1].flushed()
 
 
+async def test_a_few_hosts_that_say_nothing_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", False)
+    async with listening() as (transport, address, taken):
+        with ExitStack() as held:
+            for number in range(100):
+                held.enter_context(socket.create_connection(address, source_address=(f"127.0.1.{number % 12}", 0)))
+            await transport.dial(address)
+            with trio.fail_after(0.5):
+                while (await taken.receive()).host != "127.0.0.1":
+                    pass
+
+
 async def test_a_host_with_too_many_pending_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerd.transport.admission.PENDING_PER_HOST_MAX", 0)
     monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", False)
